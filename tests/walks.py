@@ -1,4 +1,4 @@
-"""`Walks`, short episodes with infos and observations of any space, and a comparison of what vectorised ones return.
+"""Environments of short episodes for programs of other libraries, and a comparison of what vectorised ones return.
 
 It stands apart because workers import the module that defines an environment, and this one imports little.
 """
@@ -61,6 +61,11 @@ class SeededWalks(Walks):
     def seed(self, seed):
         self.number = seed
         return [seed, "own"]
+
+
+def short_pendulum():
+    """Pendulum with episodes of nine steps."""
+    return gymnasium.wrappers.TimeLimit(gymnasium.make("Pendulum-v1").unwrapped, 9)
 
 
 def assert_same(found, wanted):

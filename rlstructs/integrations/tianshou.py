@@ -123,7 +123,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         for info, env in zip(infos, envs.tolist(), strict=True):
             info["env_id"] = env
         flags = columns.terminations[envs], columns.truncations[envs]
-        return self._observe(envs), columns.rewards[envs], *flags, np.stack(infos)
+        return self._observe(envs), columns.rewards[envs], *flags, np.array(infos, dtype=object)
 
     def seed(self, seed: int | Sequence[int | None] | None = None) -> list[Any]:
         """Seeds environments and their action spaces, and starts an episode in those that have no method `seed`.

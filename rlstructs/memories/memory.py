@@ -260,8 +260,8 @@ class Memory(CopiedWhole, ABC):
         Raises:
             MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
-        names = find_names if names is None else names
-        steps = take_trajectories(batch, names, self.num_envs, limit="the memory's num_envs")
+        chosen = find_names if names is None else names
+        steps = take_trajectories(batch, chosen, self.num_envs, limit="the memory's num_envs")
         self._intake.add_steps(steps, self._write)
 
     def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import random
 
-import gymnasium
 import numpy as np
 import pytest
 import skrl.memories.torch
@@ -18,6 +17,7 @@ from skrl.agents.torch.sac import SAC
 from skrl.envs.wrappers.torch import wrap_env
 from skrl.models.torch import DeterministicMixin, GaussianMixin, Model
 from skrl.trainers.torch import SequentialTrainer
+from walks import short_pendulum
 
 import rlstructs.memories.torch
 from rlstructs import SharedVectorEnv, make_vec
@@ -39,10 +39,6 @@ TENSORS = (
 @pytest.fixture(autouse=True)
 def quiet():
     logging.getLogger("skrl").setLevel(logging.WARNING)
-
-
-def short_pendulum():
-    return gymnasium.wrappers.TimeLimit(gymnasium.make("Pendulum-v1").unwrapped, 9)
 
 
 class Privileged(SharedVectorEnv):

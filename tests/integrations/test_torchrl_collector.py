@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
-import subprocess
 import sys
 
 import numpy as np
@@ -52,21 +52,19 @@ def test_every_step_is_in_one_episode_with_its_true_last_observation():
         assert not any(bool(step["next", "done"]) for step in steps[:-1])
         for one, after in itertools.pairwise(steps):
             assert torch.equal(one["next", "observation"], after["observation"])
-    assert sum(bool(steps[-1]["next", "done"]) for steps in episodes.values()) == len(episodes) - 3
+    n_ended = sum(int(batch["next", "done"].sum()) for batch in batches)
+    assert sum(bool(steps[-1]["next", "done"]) for steps in episodes.values()) == n_ended >= len(episodes) - 3
 
 
 def test_steps_before_padding_are_cut_off_and_the_padding_is_masked():
     with make_batcher(GymEnv, n_timesteps=2) as batcher:
         batches = list(TensorDictCollector(batcher, total_frames=20))
-        cut = next(iter(TensorDictCollector(batcher, set_truncated=True)))
     for batch in batches:
         last = batch["collector", "mask"].sum(1) - 1
         is_full = last == batch.shape[1] - 1
         done = batch["next", "done"][range(len(last)), last, 0]
         assert bool((done | is_full).all())
     assert sum(int(batch["collector", "mask"].sum()) for batch in batches) >= 20
-    last = cut["collector", "mask"].sum(1) - 1
-    assert cut["next", "done"][range(len(last)), last].all() and not cut["next", "terminated"].all()
 
 
 def rollout(lengths, starts, envs=(0, 1), **more):
@@ -98,6 +96,8 @@ def test_episodes_that_are_cut_go_on_with_their_number_even_if_the_collector_cam
     assert three["collector", "traj_ids"][:, 0].tolist() == [3, 2] and three["collector", "traj_ids"][1, 1] == 4
     assert one["next", "truncated"][..., 0].tolist() == [[False, False, True, False], [False] * 4]
     assert not two["next", "done"].any()
+    [whole] = TensorDictCollector(Given(second), set_truncated=True)
+    assert whole["next", "truncated"][..., 0].tolist() == [[False, False, False, True], [False] * 4]
 
 
 def test_keys_are_nested_and_clashes_are_errors():
@@ -121,7 +121,8 @@ def test_weights_reach_the_agents_and_shutdown_closes():
     collector.shutdown()
 
 
-def test_the_collector_imports_tensordict_and_not_torchrl(subprocess_env):
-    program = "import sys, rlstructs.integrations.torchrl as m; m.TensorDictCollector; print('torchrl' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=subprocess_env)
-    assert done.stdout == "False\n", done.stderr
+def test_the_collector_needs_no_torchrl(monkeypatch):
+    name = "rlstructs.integrations.torchrl.collector"
+    monkeypatch.setitem(sys.modules, "torchrl", None)  # an import of it raises
+    monkeypatch.delitem(sys.modules, name)
+    importlib.import_module(name)

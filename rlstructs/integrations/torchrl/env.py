@@ -53,7 +53,8 @@ class SharedVectorWrapper(EnvBase):  # type: ignore[misc]
             raise SpecError("SharedVectorWrapper: needs the autoreset mode NEXT_STEP or DISABLED, got SAME_STEP")
         n = envs.num_envs
         super().__init__(device=device, batch_size=torch.Size([n]))
-        self._envs, self._seed = envs, None
+        self._envs = envs
+        self._seed: int | None = None  # of the next reset of all environments
 
         def batch(space: Any) -> Any:
             spec = _gym_to_torchrl_spec_transform(
@@ -84,7 +85,7 @@ class SharedVectorWrapper(EnvBase):  # type: ignore[misc]
         return self._make_tensordict(observations, dict.fromkeys(ENDS, np.zeros(self._envs.num_envs, bool)))
 
     def _set_seed(self, seed: int | None) -> None:
-        self._seed = seed  # of the next reset of all environments: environment k gets seed + k
+        self._seed = seed
 
     def close(self, **kwargs: Any) -> None:
         """Closes every environment and ends every worker."""
