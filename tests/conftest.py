@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
@@ -15,6 +16,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # tianshou compiles functions with numba, which takes half a minute.
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
+# Fixes the default: torchrl sets another one when it is imported, unless there is one.
+multiprocessing.get_start_method()
 
 # By default hypothesis fails what takes more than 200 ms, which on a busy machine anything may.
 hypothesis.settings.register_profile("any machine", deadline=None)

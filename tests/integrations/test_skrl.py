@@ -20,7 +20,7 @@ from skrl.trainers.torch import SequentialTrainer
 from walks import short_pendulum
 
 import rlstructs.memories.torch
-from rlstructs import SharedVectorEnv, make_vec
+from rlstructs import DictTensor, SharedVectorEnv, TemporalDictTensor, Trajectories, make_vec
 
 # Steps of each environment, and after how many of them SAC begins to learn. PPO does after the last one.
 N_STEPS, LEARNING_STARTS = 40, 32
@@ -128,3 +128,30 @@ def test_the_critic_sees_states_of_a_vectorised_environment_that_tells_them(agen
     assert "states" in rows and all(torch.equal(rows[name][:n], wanted[name][:n]) for name in wanted)
     angle = rows["states"][..., 0]
     assert torch.allclose(rows["observations"][..., 0], angle.cos(), atol=1e-5)
+
+
+def rollout(**observations):
+    """Two steps of two environments that show these."""
+    flags = {f"_observation/{name}": torch.zeros(2, 2, dtype=torch.bool) for name in ("terminated", "truncated")}
+    keys = {f"{place}/{key}": each for place in ("observation", "_observation") for key, each in observations.items()}
+    steps = {**keys, **flags, "action/action": torch.zeros(2, 2), "_observation/reward": torch.zeros(2, 2)}
+    return Trajectories(DictTensor({"env_index": torch.arange(2)}), TemporalDictTensor(steps))
+
+
+@pytest.mark.parametrize(
+    "shown, wanted",
+    [
+        (["frame"], {"observations"}),
+        (["frame", "state"], {"observations", "states"}),
+        (["frame", "state/pose", "state/speed"], {"observations", "states/pose", "states/speed"}),
+        (["image", "state"], {"observations/image", "observations/state"}),  # the policy sees both
+    ],
+)
+def test_trajectories_bring_states_where_environments_show_some_beside_the_frame(shown, wanted):
+    memory = rlstructs.memories.torch.RandomMemory(memory_size=4, num_envs=2, device="cpu")
+    memory.add_trajectories(rollout(**{key: torch.full((2, 2, 3), 1.0 + k) for k, key in enumerate(shown)}))
+    names = set(memory.get_tensor_names()) - set(TENSORS[4:])
+    assert names == wanted | {f"next_{name}" for name in wanted}
+    if "states" in wanted:
+        [[states, following]] = memory.sample_all(["states", "next_states"])
+        assert bool((states == 2).all() and (following == 2).all()) and states.shape == (4, 3)

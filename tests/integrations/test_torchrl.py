@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import warnings
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torchrl.collectors import SyncDataCollector
+from torchrl.envs.utils import check_env_specs
+from torchrl.modules import MLP, EGreedyModule, QValueActor, ValueOperator
+from torchrl.objectives import DQNLoss, SoftUpdate
+from torchrl.objectives.value import GAE
 from walks import BOX, SPACES, Walks
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv, gae, make_vec, transitions
 from rlstructs.errors import SpecError
 from rlstructs.integrations.torchrl import SharedVectorWrapper, TensorDictCollector
 from rlstructs.replay import DictTensorReplayBuffer
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it is older than tensordict and torch
-    start_method = multiprocessing.get_start_method(allow_none=True)
-    from torchrl.collectors import SyncDataCollector
-    from torchrl.envs.utils import check_env_specs
-    from torchrl.modules import MLP, EGreedyModule, QValueActor, ValueOperator
-    from torchrl.objectives import DQNLoss, SoftUpdate
-    from torchrl.objectives.value import GAE
-
-    multiprocessing.set_start_method(start_method, force=True)  # it has set "spawn" for the whole process
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
 def wrap(n_workers=0, n=3, **settings):
