@@ -58,7 +58,6 @@ class TensorDictCollector:
         SpecError: two keys of a rollout get the same name.
 
     Example:
-        >>> import gymnasium
         >>> from rlstructs import RL_Batcher
         >>> with RL_Batcher.make("CartPole-v1", None, n_envs=4, n_workers=0, n_timesteps=8, seed=0) as batcher:
         ...     [batch] = TensorDictCollector(batcher, total_frames=32)
