@@ -81,6 +81,7 @@ def test_without_a_reset_the_environments_reset_themselves_in_the_step_after():
         SharedVectorWrapper(SharedVectorEnv([Walks] * 2, 0, autoreset_mode="SameStep"))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchrl calls what newer versions of tensordict deprecate
 def test_dqn_learns_from_its_collector_and_our_buffer():
     torch.manual_seed(0)
     network = MLP(in_features=4, out_features=2, num_cells=[16])
