@@ -156,14 +156,14 @@ def tianshou_envs(env_id: str) -> dict[str, Callable[[], Any]]:
     def make(kind: str, **settings: Any) -> Any:
         import tianshou.env
 
-        from rlstructs.integrations.tianshou import SharedVectorEnv as Ours
+        from rlstructs.integrations.tianshou import WorkerVectorEnv
 
-        cls = Ours if kind == "Ours" else getattr(tianshou.env, kind)
+        cls = WorkerVectorEnv if kind == "WorkerVectorEnv" else getattr(tianshou.env, kind)
         return cls(makers(env_id), **settings)
 
     return {
-        "rlstructs": lambda: make("Ours", n_workers=N_WORKERS),
-        "rlstructs, here": lambda: make("Ours", n_workers=0),
+        "rlstructs": lambda: make("WorkerVectorEnv", n_workers=N_WORKERS),
+        "rlstructs, here": lambda: make("WorkerVectorEnv", n_workers=0),
         "processes": lambda: make("SubprocVectorEnv"),
         "here": lambda: make("DummyVectorEnv"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
@@ -12,6 +13,12 @@ from folders import PYTHONPATH
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# tianshou compiles functions with numba, which takes half a minute.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
+# Fixes the default: torchrl sets another one when it is imported, unless there is one.
+multiprocessing.get_start_method()
 
 # By default hypothesis fails what takes more than 200 ms, which on a busy machine anything may.
 hypothesis.settings.register_profile("any machine", deadline=None)

@@ -27,3 +27,17 @@ def is_wrapped(wrapper: type[gymnasium.Wrapper[Any, Any, Any, Any]], env: gymnas
             return True
         env = env.env
     return False
+
+
+def set_inner_attribute(name: str, value: Any, env: gymnasium.Env[Any, Any]) -> None:
+    """Sets an attribute of the environment inside all wrappers."""
+    setattr(env.unwrapped, name, value)
+
+
+def seed(value: int | None, env: gymnasium.Env[Any, Any]) -> tuple[bool, Any]:
+    """Seeds the action space and calls the method `seed`; returns whether there is one, and what it returned."""
+    env.action_space.seed(value)
+    try:
+        return True, env.seed(value)
+    except (AttributeError, NotImplementedError):
+        return False, None

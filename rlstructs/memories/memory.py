@@ -19,7 +19,7 @@ from rlstructs.memories.intake import Intake
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.copies import CopiedWhole
-from rlstructs.replay.from_trajectories import NAMES, take_trajectories
+from rlstructs.replay.from_trajectories import find_names, take_trajectories
 from rlstructs.replay.values import generator_of, row_ids
 
 
@@ -263,13 +263,14 @@ class Memory(CopiedWhole, ABC):
         Args:
             batch: `Trajectories`.
             names: tensor -> key of the trajectories; None for `observations`, `next_observations`,
-                `actions`, `rewards`, `terminated` and `truncated`. Missing tensors are created.
+                `actions`, `rewards`, `terminated` and `truncated`, and for `states` and `next_states` if observations
+                have a `state`, which only the critic sees, beside their `frame`. Missing tensors are created.
 
         Raises:
             MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
-        names = NAMES if names is None else names
-        steps = take_trajectories(batch, names, self.num_envs, limit="the memory's num_envs")
+        chosen = find_names if names is None else names
+        steps = take_trajectories(batch, chosen, self.num_envs, limit="the memory's num_envs")
         self._intake.add_steps(steps, self._write)
 
     def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:

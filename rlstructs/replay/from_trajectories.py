@@ -31,8 +31,16 @@ NAMES = {
     "terminated": "_observation/terminated",
     "truncated": "_observation/truncated",
 }
+# What the critic sees beside the observation of the policy, in the words of skrl.
+STATES = {"states": "observation/state", "next_states": "_observation/state"}
 # Columns and their keys, or a function that finds them among the given keys.
 Names = Mapping[str, str] | Callable[[Collection[str]], Mapping[str, str]]
+
+
+def find_names(keys: Collection[str]) -> dict[str, str]:
+    """The columns of `NAMES`, and those of `STATES` where environments show a `state` beside a `frame`."""
+    shown = ("observation/frame", *STATES.values())
+    return NAMES | (STATES if all(key in keys or _inside(key, keys) for key in shown) else {})
 
 
 def named_steps(names: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:

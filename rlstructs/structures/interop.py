@@ -145,13 +145,18 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
 def to_tensordict(tree: Mapping[str, Any], n_elems: int, device: torch.device | None = None) -> Any:
     from tensordict import TensorDict
 
-    flat = TensorDict(_nest(tree), batch_size=[], device=device)
+    flat = TensorDict(nest_names(tree), batch_size=[], device=device)
     if all(tensor.ndim > 0 for tensor in flat.values(include_nested=True, leaves_only=True)):
         flat.batch_size = [n_elems]
     return flat
 
 
-def _nest(tree: Mapping[str, Any]) -> Tree:
+def nest_names(tree: Mapping[str, Any]) -> Tree:
+    """Nests a tree at the slashes of its names.
+
+    Raises:
+        SpecError: a name is a tensor and a group of tensors.
+    """
     nested: Tree = {}
     for name, leaf in tree.items():
         *parents, last = name.split("/")
@@ -162,7 +167,7 @@ def _nest(tree: Mapping[str, Any]) -> Tree:
                 raise SpecError(f"{name!r} cannot be nested: {parent!r} is a tensor itself")
         if last in inner:
             raise SpecError(f"{name!r} cannot be nested: it is a tensor and a group of tensors")
-        inner[last] = _nest(leaf) if isinstance(leaf, Mapping) else leaf
+        inner[last] = nest_names(leaf) if isinstance(leaf, Mapping) else leaf
     return nested
 
 

@@ -51,6 +51,16 @@ def merge_some_infos(envs: np.ndarray, outcomes: Iterable[Outcome]) -> dict[str,
     return infos
 
 
+def split_infos(envs: Iterable[int], outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """The info of each of these environments, in their order; what an environment does not tell is an empty dict."""
+    found: dict[int, dict[str, Any]] = {env: {} for env in envs}
+    for outcome in outcomes:
+        for env, info in outcome.infos:
+            if env in found:
+                found[env].update(info)
+    return list(found.values())
+
+
 def pack(value: Any) -> bytes:
     """Pickles a value.
 

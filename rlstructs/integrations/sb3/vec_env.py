@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from stable_baselines3.common.vec_env import VecEnv
 
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
-from rlstructs.envs.shared_vector.step_results import Outcome
+from rlstructs.envs.shared_vector.step_results import split_infos
 from rlstructs.integrations import env_functions
 from rlstructs.public_names import set_module
 
@@ -53,6 +53,7 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
     ) -> None:
         self._envs = SharedVectorEnv(env_fns, n_workers, autoreset_mode=AutoresetMode.SAME_STEP, **settings)
         self._calls = self._envs._calls  # gives the infos of each environment apart
+        self._split = partial(split_infos, range(self._envs.num_envs))
         super().__init__(self._envs.num_envs, self._envs.single_observation_space, self._envs.single_action_space)
 
     def reset(self) -> Any:
@@ -61,7 +62,7 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         What `seed` and `set_options` have set before takes effect; `reset_infos` holds the infos.
         """
         self._calls.reset(self._seeds, [options or None for options in self._options], None)
-        observations, infos = self._calls.finish_reset(None, True, self._split_infos)
+        observations, infos = self._calls.finish_reset(None, True, self._split)
         self.reset_infos = infos
         self._reset_seeds()
         self._reset_options()
@@ -79,7 +80,7 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
             and an info for each environment, with `TimeLimit.truncated`, and `terminal_observation` where an episode
             ended.
         """
-        step = self._calls.finish_step(None, True, self._split_infos)
+        step = self._calls.finish_step(None, True, self._split)
         observations, rewards, terminated, truncated, infos = step
         dones = terminated | truncated
         for env in np.flatnonzero(dones).tolist():
@@ -88,14 +89,6 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         for info, is_truncated in zip(infos, (truncated & ~terminated).tolist(), strict=True):
             info["TimeLimit.truncated"] = is_truncated
         return observations, rewards.astype(np.float32), dones, infos
-
-    def _split_infos(self, outcomes: Iterable[Outcome]) -> list[Info]:
-        """The info of each environment; where an episode ended, `FINAL` beside the info of the reset."""
-        infos: list[Info] = [{} for _ in range(self.num_envs)]
-        for outcome in outcomes:
-            for env, info in outcome.infos:
-                infos[env].update(info)
-        return infos
 
     def close(self) -> None:
         """Closes every environment and ends every worker. Idempotent."""

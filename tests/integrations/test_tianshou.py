@@ -1,0 +1,154 @@
+"""`WorkerVectorEnv` gives tianshou what its `DummyVectorEnv` gives, for every call and kind of observation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv, VectorEnvNormObs
+from tianshou.policy import DQNPolicy
+from tianshou.utils.net.common import Net
+from walks import BOX, SPACES, SeededWalks, Walks, assert_same
+
+from rlstructs.errors import ClosedError, SpecError, StateError
+from rlstructs.integrations.tianshou import WorkerVectorEnv
+from workers import WorkerCrashed
+
+ACTIONS = {
+    "discrete": spaces.Discrete(3),
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+    "dict": spaces.Dict({"left": spaces.Discrete(3), "right": BOX}),
+}
+
+
+def pair(kind="box", action="discrete", n_workers=0, cls=Walks):
+    fns = [lambda k=k: cls(SPACES[kind], k, copy.deepcopy(ACTIONS[action])) for k in range(5)]
+    return DummyVectorEnv(fns), WorkerVectorEnv(fns, n_workers)
+
+
+def of_both(envs, call):
+    theirs, ours = (call(each) for each in envs)
+    assert_same(ours, theirs)
+    return theirs
+
+
+def sample(space, n):
+    """n actions of a space, in the form that tianshou hands to a vectorised environment."""
+    actions = [space.sample() for _ in range(n)]
+    return np.array(actions) if isinstance(space, spaces.Dict) else np.stack(actions)
+
+
+CASES = [*((kind, "discrete", 0) for kind in SPACES), ("box", "box", 0), ("dict", "dict", 0), ("dict", "dict", 2)]
+
+
+@pytest.mark.parametrize("kind, action, n_workers", CASES)
+def test_every_step_and_reset_is_that_of_dummy_vector_env(kind, action, n_workers):
+    envs, rng = pair(kind, action, n_workers=n_workers), np.random.default_rng(0)
+    with contextlib.closing(envs[1]):
+        assert len(envs[1]) == 5
+        assert of_both(envs, lambda each: each.seed(7)) == [[7], [8], [9], [10], [11]]
+        of_both(envs, lambda each: each.reset(options={"level": 1}))
+        space, ended = envs[0].action_space[0], np.zeros(5, bool)
+        for _ in range(40):
+            ids = rng.permutation(5)[: rng.integers(1, 6)] if rng.random() < 0.5 else np.arange(5)
+            if (again := np.flatnonzero(ended)).size:
+                again = rng.permutation(again)
+                of_both(envs, lambda each, again=again: each.reset(again, seed=int(again[0])))
+            actions = sample(space, len(ids))
+            _, _, terminated, truncated, _ = of_both(
+                envs, lambda each, actions=actions, ids=ids: each.step(actions, ids)
+            )
+            ended[:] = False
+            ended[ids] = terminated | truncated
+        of_both(envs, lambda each: each.reset(2))
+        of_both(envs, lambda each: each.reset())
+
+
+def test_attributes_images_and_seeds_are_those_of_dummy_vector_env():
+    envs = pair()
+    ours = envs[1]
+    with contextlib.closing(ours):
+        for ids in (None, 1, [3, 1], np.array([2])):
+            of_both(envs, lambda each, ids=ids: each.get_env_attr("number", ids))
+        for each in envs:
+            each.set_env_attr("number", 9, [2, 0])
+            each.set_env_attr("extra", 5, 1)
+        of_both(envs, lambda each: each.get_env_attr("number"))
+        with pytest.raises(AttributeError, match="extra"):
+            ours.get_env_attr("extra", 2)
+        of_both(envs, lambda each: each.get_env_attr("extra", 1))
+        of_both(envs, lambda each: each.render())
+        of_both(envs, lambda each: each.seed([3, None, 4, 5, 6])[0])
+        of_both(envs, lambda each: [each.action_space[k].sample() for k in (0, 2, 3, 4)])
+        assert [space.shape for space in ours.observation_space] == [(3,)] * 5
+        assert not ours.is_closed
+    assert ours.is_closed
+    with pytest.raises(ClosedError):
+        ours.reset()
+    envs = pair(cls=SeededWalks)
+    with contextlib.closing(envs[1]):
+        of_both(envs, lambda each: each.seed(5))
+        of_both(envs, lambda each: each.get_env_attr("number"))
+
+
+def test_attributes_are_set_inside_wrappers():
+    with contextlib.closing(WorkerVectorEnv([lambda: gymnasium.Wrapper(Walks())], 0)) as envs:
+        envs.set_env_attr("number", 7)
+        assert envs.get_env_attr("number") == [7] and envs.render()[0].max() == 7
+
+
+def test_misuse_and_a_dead_worker_are_errors():
+    _, ours = pair(n_workers=1)
+    with contextlib.closing(ours):
+        ours.seed(0)
+        with pytest.raises(SpecError, match="each of 5 environments, got 4"):
+            ours.step(np.zeros(4, int))
+        with pytest.raises(SpecError, match=r"each once, got \[1, 1\]"):
+            ours.reset([1, 1])
+        while not (ended := np.logical_or(*ours.step(np.zeros(5, int))[2:4])).any():
+            pass
+        with pytest.raises(StateError, match="have ended"):
+            ours.step(np.zeros(5, int))
+        ours.reset(np.flatnonzero(ended))
+        ours.step(np.zeros(5, int))
+        with pytest.raises(WorkerCrashed, match="exit code 3"):
+            ours.get_env_attr("death", 4)
+    with pytest.raises(TypeError, match="arrays or a Dict"):
+        WorkerVectorEnv([lambda: Walks(spaces.Tuple([BOX, BOX]))], 0)
+
+
+def train(make_envs):
+    """A short training by DQN, an evaluation of three episodes on fewer environments than there are, and the buffer."""
+    np.random.seed(0)
+    torch.manual_seed(0)
+    fns = [lambda: gymnasium.make("CartPole-v1")] * 4
+    with contextlib.closing(make_envs(fns)) as envs:
+        net = Net(4, 2, hidden_sizes=[16], device="cpu")
+        policy = DQNPolicy(net, torch.optim.Adam(net.parameters(), 1e-3), 0.99, 2, target_update_freq=10)
+        policy.set_eps(0.2)
+        buffer = VectorReplayBuffer(400, 4)
+        collector = Collector(policy, envs, buffer, exploration_noise=True)
+        envs.seed(3)
+        collector.reset_env()
+        collector.collect(n_step=64, random=True)
+        for _ in range(10):
+            collector.collect(n_step=16)
+            policy.update(32, buffer)
+        normed = VectorEnvNormObs(envs)
+        evaluated = Collector(policy, normed).collect(n_episode=3)
+    batch = buffer[np.arange(224)]  # what no row holds is there in tianshou's buffer, too
+    weights = [parameter.detach().numpy() for parameter in net.parameters()]
+    rows = [np.asarray(batch[key]) for key in ("obs", "act", "rew", "terminated", "truncated", "obs_next")]
+    return [*weights, *rows, evaluated["rews"], evaluated["lens"], normed.obs_rms.mean]
+
+
+def test_dqn_collects_the_same_rows_and_learns_the_same_weights_as_on_dummy_vector_env():
+    wanted, found = train(DummyVectorEnv), train(partial(WorkerVectorEnv, n_workers=2))
+    assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
