@@ -17,17 +17,17 @@ class Guests(ParallelEnv):
         hides_flags: whether agents leave without a flag.
     """
 
-    metadata, render_mode = {"name": "guests_v0"}, None  # noqa: RUF012
+    metadata, render_mode = {"name": "guests_v0"}, None
     possible_agents = ["a", "b", "c"]  # noqa: RUF012
 
     def __init__(self, n_returns=0, hides_flags=False):
         self.n_visits, self.hides_flags, self.n_episodes = 1 + n_returns, hides_flags, 0
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def observation_space(self, agent):
         return spaces.Box(-1e6, 1e6, (3,), np.float32)
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def action_space(self, agent):
         return spaces.Discrete(5)
 
