@@ -149,7 +149,8 @@ class ParallelEnvs(RowDefaults):
     @property
     def may_idle(self) -> bool:
         """See `RowEnv.may_idle`."""
-        return not all(all(self._groups[k].acts) for k in self._check_running().tolist())
+        running = [] if self._running is None else self._running.tolist()
+        return not all(all(self._groups[k].acts) for k in running)
 
     @property
     def absent_rows(self) -> np.ndarray:
@@ -197,7 +198,7 @@ class ParallelEnvs(RowDefaults):
                 is_over[at] = True
                 if self._reset_at == STEP:
                     if self._infos:  # the reset may change them
-                        own = [one and one._replace(info=copy.deepcopy(one.info)) for one in own]
+                        own = [one if one is None else one._replace(info=copy.deepcopy(one.info)) for one in own]
                     own = _join(own, group.reset(None, self._options[k]), at * n, fresh)
             shown += own
         after, idle = self._write(shown, columns)
@@ -226,11 +227,11 @@ class ParallelEnvs(RowDefaults):
         view["terminated"][:n] = [one.terminated for one in steps]
         view["truncated"][:n] = [one.truncated for one in steps]
         np.logical_or(view["terminated"], view["truncated"], out=view["done"])
-        view["initial_state"][:n] = starts = [one.is_first for one in steps]
+        view["initial_state"][:n] = [one.is_first for one in steps]
         for key, leaf in self._last_actions.items():
             view[key][:n] = actions[leaf.key]
         self._absent = _find(one is None for one in shown)
-        idle = _find(starts)
+        idle = np.flatnonzero(view["initial_state"][:n])
         for key in self._last_actions:
             view[key][idle] = 0
         return after, idle
