@@ -58,6 +58,8 @@ RUNS = {
     ),
     "a2c_recurrent.py": (TRAINING, rf"CartPole-v1 without velocities: score {SCORE}"),
     "reinforce.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
+    "multi_agent.py": (TRAINING, rf"simple_spread_v3: score {SCORE}"),
+    "multi_agent.py --policies each": ([*TRAINING, "--policies", "each"], rf"simple_spread_v3: score {SCORE}"),
     "evolution.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
     "diayn.py": (TRAINING, rf"CartPole-v1 with 4 skills: score {SCORE}"),
     "jax_dqn.py": ([*TRAINING, "--n-before", "32", "--n-updates", "2"], rf"CartPole-v1: score {SCORE}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,38 @@ def check_step(result: Any, env: Any, k: int | None = None) -> None:
             raise SpecError(f"{_describe_env(env, k)}: {name} must be {wanted}, got {value!r}")
 
 
+def reward_array(rewards: list[Any], running: Iterable[object]) -> np.ndarray:
+    """The rewards of these environments as an array.
+
+    Raises:
+        SpecError: one is no number; the message names the environment.
+    """
+    found = _try_array(rewards)
+    if found.ndim == 1 and found.dtype.kind in "biuf":
+        return found
+    for k, reward in zip(running, rewards, strict=True):
+        one = _try_array(reward)
+        is_number = one.dtype.kind in "biuf" or isinstance(reward, int)  # an int may be too large for an array
+        if one.ndim or not is_number:
+            raise SpecError(f"environment {k}: reward must be a number, got {reward!r}")
+    return np.array([float(reward) for reward in rewards])
+
+
+def _try_array(values: Any) -> np.ndarray:
+    """The values as an array; an array of None where numpy makes none of them."""
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError):  # their shapes differ
+        return np.asarray(None)
+
+
 def _env_name(env: Any) -> str:
-    """The id under which an environment is registered, or the name of its class."""
+    """The id under which an environment is registered, its name in PettingZoo, or the name of its class."""
     spec = getattr(env, "spec", None)
     found = getattr(spec, "id", None) or getattr(getattr(spec, "config", None), "task_id", None)
+    metadata = getattr(env, "metadata", None)
+    if found is None and isinstance(metadata, Mapping):
+        found = metadata.get("name")
     if isinstance(found, str):
         return found
     return type(getattr(env, "unwrapped", env)).__name__

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from rlstructs.envs.array_values import copy_value, may_share_memory
-from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset
+from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
+from rlstructs.envs.reset_options import split_options
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
 from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.shared_vector.env_group import innermost
@@ -129,7 +130,7 @@ class GymEnv(RowDefaults):
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """Does what `reset` does, and returns the observation as rows that nobody else uses."""
-        self._options = _split_options(env_info, len(self._envs))
+        self._options = split_options(env_info, len(self._envs))
         seeds = self._seeds
         frames = [
             self._copy(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
@@ -245,7 +246,7 @@ class GymEnv(RowDefaults):
         actions: dict[str, np.ndarray],
     ) -> Rows:
         after, view, n = self._after.fill(frames, running), self._after.view, len(frames)
-        view["reward"][:n] = _reward_array(rewards, running)
+        view["reward"][:n] = reward_array(rewards, running)
         for row in self._flagged_rows:
             for flag in FLAGS:
                 view[flag][row] = False
@@ -329,36 +330,3 @@ def _suggest_list(envs: Any) -> str:
     if callable(envs):
         return f"{type(envs).__name__}: call it, once for each environment, [make() for _ in range(n)]"
     return f"{type(envs).__name__}: put it into a list, [env]"
-
-
-def _split_options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
-    """Turns rows of options into a dict for each environment."""
-    if not isinstance(env_info, DictTensor):
-        raise TypeError(f"env_info must be a DictTensor, got {type(env_info).__name__}")
-    if env_info.empty():
-        return [None] * n_envs
-    if env_info.n_elems() != n_envs:
-        raise SpecError(f"env_info: has {env_info.n_elems()} rows, expected {n_envs}")
-    columns = {key: tensor.tolist() for key, tensor in env_info.items()}
-    return [{key: values[k] for key, values in columns.items()} for k in range(n_envs)]
-
-
-def _reward_array(rewards: list[Any], running: np.ndarray) -> np.ndarray:
-    found = _try_array(rewards)
-    if found.ndim == 1 and found.dtype.kind in "biuf":
-        return found
-    for k, reward in zip(running, rewards, strict=True):
-        one = _try_array(reward)
-        is_number = one.dtype.kind in "biuf" or isinstance(reward, int)  # an int may be too large for an array
-        if one.ndim or not is_number:
-            raise SpecError(f"environment {k}: reward must be a number, got {reward!r}")
-    return np.array([float(reward) for reward in rewards])
-
-
-def _try_array(values: Any) -> np.ndarray:
-    """The values as an array; an array of None where numpy makes none of them."""
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError):  # their shapes differ
-        return np.asarray(None)
-

@@ -53,7 +53,7 @@ class InfoColumns:
     def __bool__(self) -> bool:
         return bool(self._wanted)
 
-    def write(self, arrays: Mapping[str, np.ndarray], row: int, info: Any, env: int) -> None:
+    def write(self, arrays: Mapping[str, np.ndarray], row: int, info: Any, env: object) -> None:
         """Writes the info of environment `env` to a row: NaN, 0 or False where it lacks a name."""
         if not isinstance(info, Mapping):
             raise SpecError(f"environment {env}: its info must be a dict, got {type(info).__name__}")
@@ -104,7 +104,7 @@ def _look_up(info: Mapping[str, Any], name: str) -> Any:
     return _look_up(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def _to_number(value: Any, name: str, dtype: np.dtype[Any], env: int) -> Any:
+def _to_number(value: Any, name: str, dtype: np.dtype[Any], env: object) -> Any:
     """Converts a value to a number of this dtype; None becomes NaN, 0 or False."""
     if value is None:
         return np.nan if dtype.kind == "f" else 0

@@ -96,7 +96,7 @@ class NormalizeObservation(NormalizingEnv):
         arrays = self._arrays(rows)
         for key, scale in self._columns:
             values = arrays[key]
-            scale.add(values)
+            scale.add(self._present(values))
             scale.apply(values)
         return rows
 
@@ -106,12 +106,17 @@ class NormalizeObservation(NormalizingEnv):
         is_first = None if fresh is None else after["done"][step.reset].astype(bool)
         for key, scale in self._columns:
             values = after[key]
-            scale.add(values)
+            scale.add(self._present(values))
             if fresh is not None:
                 scale.add(fresh[key][is_first])
                 scale.apply(fresh[key])
             scale.apply(values)
         return step
+
+    def _present(self, values: np.ndarray) -> np.ndarray:
+        """The values of rows that show something."""
+        absent = self._env.absent_rows
+        return np.delete(values, absent, axis=0) if absent.size else values
 
     def _arrays(self, rows: Rows) -> Columns:
         return rows if len(self._columns) < MANY else rows.arrays()

@@ -48,6 +48,11 @@ class NormalizingEnv(RowDefaults):
         return self._env.may_idle
 
     @property
+    def absent_rows(self) -> np.ndarray:
+        """See `RowEnv.absent_rows`."""
+        return self._env.absent_rows
+
+    @property
     def defers_resets(self) -> bool:
         """See `RowEnv.defers_resets`; always False around a wrapper that is no `RowEnv`, such as `DeviceEnv`."""
         return self._env.defers_resets

@@ -26,7 +26,7 @@ class Column:
         self.array = np.zeros((n_envs, *leaf.row_shape), leaf.dtype) if array is None else array
         self._n_envs, self._writer = n_envs, BatchWriter(self.array, leaf.shape)
 
-    def fill(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> np.ndarray:
+    def fill(self, observations: Sequence[Any], environments: Iterable[object] | None = None) -> np.ndarray:
         """Writes the leaf of each observation, and returns the rows; valid until the next call.
 
         Args:
@@ -46,7 +46,7 @@ class Column:
             self._fill_one_by_one(observations, range(n) if environments is None else environments)
         return self.array if n == self._n_envs else self.array[:n]
 
-    def _fill_one_by_one(self, observations: Sequence[Any], environments: Iterable[int]) -> None:
+    def _fill_one_by_one(self, observations: Sequence[Any], environments: Iterable[object]) -> None:
         """Writes values of other dtypes where no number changes; raises what is wrong otherwise."""
         leaf = self.leaf
         for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
@@ -91,7 +91,7 @@ class ObservationRows:
             arrays[key][...] = example_value(leaf)
         return rows
 
-    def fill(self, observations: Sequence[Any], environments: Iterable[int] | None = None) -> Rows:
+    def fill(self, observations: Sequence[Any], environments: Iterable[object] | None = None) -> Rows:
         """Writes every leaf as `Column.fill` does, and returns the rows; valid until the next call."""
         n = len(observations)
         for column, record in self._columns:

@@ -47,6 +47,10 @@ def _keeps_statistics(env: VecEnv) -> TypeGuard[SharedStatistics]:
     return hasattr(env, "take_statistics")  # wrappers may forward it: statistics are the same seen through them
 
 
+def _tells_absent(env: VecEnv) -> bool:
+    return hasattr(env, "absent_rows")  # wrappers may forward it: they hide no rows
+
+
 def _replaces_step(env: VecEnv, method: str) -> bool:
     """Whether this method may be called in place of `step`.
 
@@ -71,6 +75,7 @@ class RowAdapter(RowDefaults):
 
     def __init__(self, env: VecEnv) -> None:
         self._env = env
+        self._tells_absent = _tells_absent(env)
         self._running = NO_ROWS
         self._specs: dict[str, TensorSpec] | None = None
         self._packing = Packing({})
@@ -83,6 +88,11 @@ class RowAdapter(RowDefaults):
         """Closes the environment."""
         self._env.close()
 
+    @property
+    def absent_rows(self) -> np.ndarray:
+        """Those that the environment tells, if it does."""
+        return self._env.absent_rows if self._tells_absent else NO_ROWS  # type: ignore[attr-defined, no-any-return]
+
     def shared_statistics(self) -> SharedStatistics | None:
         """The environment itself, if it has the methods."""
         return self._env if _keeps_statistics(self._env) else None
@@ -94,7 +104,7 @@ class RowAdapter(RowDefaults):
         if not np.array_equal(self._running, np.arange(self.n_envs())):
             raise SpecError(f"environment: running after reset is {self._running}, expected 0..{self.n_envs() - 1}")
         arrays = self._arrays(observation, self._running)
-        self.may_idle = _may_idle(arrays)
+        self.may_idle = self._may_idle(arrays)
         return Rows.of(self._packing, arrays)
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
@@ -112,12 +122,21 @@ class RowAdapter(RowDefaults):
         arrays, self._running = self._arrays(after, self._running), left
         stepped, idle = Rows.of(self._packing, arrays), _idle(arrays)
         if everyone and _same_tensors(following, after):
-            self.may_idle = _may_idle(arrays)
+            self.may_idle = self._may_idle(arrays)
             return Step(stepped, NO_ROWS, None, None, idle)
         # Nothing says which rows differ: every row that still runs may.
         arrays = self._arrays(following, left)
-        self.may_idle = _may_idle(arrays)
+        self.may_idle = self._may_idle(arrays)
         return Step(stepped, kept, Rows.of(self._packing, arrays), None if everyone else kept, idle)
+
+    def _may_idle(self, seen: Mapping[str, np.ndarray], reset: np.ndarray = NO_ROWS) -> bool:
+        """Whether an environment may be idle next: one that has ended and was not reset, or that waits.
+
+        Args:
+            seen: the observation of the running environments.
+            reset: rows of those that were reset in the same step.
+        """
+        return _may_start(seen, reset) or self.absent_rows.size > 0
 
     def _arrays(self, observation: DictTensor, running: np.ndarray) -> dict[str, np.ndarray]:
         """Checks the observation of the environments `running`; returns its arrays."""
@@ -151,7 +170,7 @@ class WritingRowAdapter(RowAdapter):
         found = self._writer.step_into(action.clone(), target.arrays)
         idle = _idle(target.arrays)
         reset, fresh = (NO_ROWS, None) if found is None else self._read_reset(*found)
-        self.may_idle = _may_idle(target.arrays, reset)
+        self.may_idle = self._may_idle(target.arrays, reset)
         return Step(target.rows, reset, fresh, None, idle)
 
     def _read_reset(self, reset: np.ndarray, fresh: DictTensor) -> tuple[np.ndarray, Rows | None]:
@@ -174,13 +193,8 @@ def _idle(after: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.flatnonzero(starts & ~after["done"].astype(bool)) if "done" in after else np.flatnonzero(starts)
 
 
-def _may_idle(seen: Mapping[str, np.ndarray], reset: np.ndarray = NO_ROWS) -> bool:
-    """Whether an environment may only start an episode next: one that has ended and was not reset.
-
-    Args:
-        seen: the observation of the running environments.
-        reset: rows of those that were reset in the same step.
-    """
+def _may_start(seen: Mapping[str, np.ndarray], reset: np.ndarray) -> bool:
+    """Whether an environment may only start an episode next: one that has ended and was not reset."""
     if START not in seen:
         return False  # then no step counts as idle
     ends = [seen[key] for key in ENDS if key in seen]

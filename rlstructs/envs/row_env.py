@@ -24,7 +24,8 @@ class Step(NamedTuple):
         reset: int64 (R,), which of the E' environments were reset in the same step.
         fresh: R rows, their first observations, which the agent sees next; None when R is 0.
         kept: int64, which of the E' environments still run; None for all.
-        idle: int64, which of the E' environments only started an episode, so that their step is no transition.
+        idle: int64, which of the E' environments only started an episode, or wait for one, so that their step is no
+            transition.
     """
 
     after: Rows
@@ -84,6 +85,14 @@ class RowEnv(Protocol):
         ...
 
     @property
+    def absent_rows(self) -> np.ndarray:
+        """Which rows of the last observation show nothing, int64, because their environments wait for an episode.
+
+        The last observation is that of `reset_rows` or `revive_rows`, or `after` of a step.
+        """
+        ...
+
+    @property
     def defers_resets(self) -> bool:
         """Whether environments that end are reset only when the next rollout begins."""
         ...
@@ -134,6 +143,11 @@ class RowDefaults:
     def may_idle(self) -> bool:
         """See `RowEnv.may_idle`."""
         return False
+
+    @property
+    def absent_rows(self) -> np.ndarray:
+        """See `RowEnv.absent_rows`."""
+        return NO_ROWS
 
     @property
     def defers_resets(self) -> bool:

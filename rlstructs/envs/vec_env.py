@@ -23,6 +23,11 @@ class VecEnv(Protocol):
     the same at every call; tensors that were returned are not written to again.
     `rlstructs.testing.check_env` checks all of this.
 
+    An environment that cannot begin an episode with each reset, such as an agent that comes later, waits: it runs, what
+    it shows has `initial_state` True and otherwise zeros, its actions have no effect, and its steps until an episode
+    begins are no transitions. The class then has one more property, `absent_rows`: which rows of the last observation
+    (of `reset`, or of the first pair of `step`) show environments that wait, int64 (K,), ascending.
+
     An environment whose statistics all workers share, such as `NormalizeObservation`, has two more methods:
     `take_statistics() -> dict[str, Moments]` returns what it has gathered since the last call, and
     `load_statistics(statistics, frozen)` gives it the statistics of all workers. Names and row shapes are the same
@@ -98,7 +103,8 @@ class VecEnv(Protocol):
 
             Where `initial_state` is True and `done` is False in the first pair, the environment only started
             an episode: that is no transition, and a rollout leaves it out. Only the step after an end may be such a
-            step: one whose second pair held the final observation, with `done` True.
+            step: one whose second pair held the final observation, with `done` True; and the steps of
+            environments that wait, see `absent_rows` above.
         """
         ...
 

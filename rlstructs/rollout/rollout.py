@@ -217,7 +217,8 @@ class Rollout:
         if self._needs_history:
             raise SpecError(
                 "agent: its history would hold steps that are no transitions; an agent that requires a history "
-                "cannot act in an environment that resets in a step of its own (autoreset NEXT_STEP)"
+                "cannot act in an environment that resets in a step of its own (autoreset NEXT_STEP), or in which one "
+                "of several agents waits"
             )
         self._idle.append((t, idle if rows is None else rows[idle]))
         if state.empty():

@@ -44,6 +44,8 @@ class CheckedEnv:
         self.running = torch.zeros(0, dtype=torch.int64, device="cpu")
         # Environments whose episode has ended, and whose next step may only start another one.
         self._ended = torch.zeros(self._n, dtype=torch.bool, device="cpu")
+        # Environments that wait for an episode, and whose next step may be no transition.
+        self._absent = torch.zeros(self._n, dtype=torch.bool, device="cpu")
 
     def reset(self) -> DictTensor:
         """The first observation of every environment."""
@@ -61,6 +63,7 @@ class CheckedEnv:
             raise SpecError(f"{self._name}.n_envs was {self._n}, and is {self._n_envs()} after reset")
         self.running = running
         self._ended[:] = False
+        self._note_absent(running)
         return observation
 
     def step(self, action: DictTensor) -> tuple[DictTensor, DictTensor]:
@@ -80,13 +83,19 @@ class CheckedEnv:
             )
         kept = self._kept(left)
         self._check_observation(f"{where}, second pair", following, left.numel())
-        only_starts = self._ended[before]
+        only_starts = _find_starts(where, before, after, self._ended[before], self._absent[before])
         self._ended[:] = False
-        _check_flags(where, before, after, only_starts)
+        _check_flags(where, after)
         self._ended[before[kept]] = _check_ends(where, before, kept, after, following, only_starts)
+        self._note_absent(before)
         self._remember(where, after, following)
         self.running = left
         return after, following
+
+    def _note_absent(self, running: torch.Tensor) -> None:
+        """Notes which of these environments wait for an episode, if the environment tells."""
+        self._absent[:] = False
+        self._absent[running[torch.as_tensor(getattr(self._env, "absent_rows", []), dtype=torch.int64)]] = True
 
     def _n_envs(self) -> int:
         n = self._env.n_envs()
@@ -173,20 +182,26 @@ def _check_numbers(where: str, key: str, tensor: torch.Tensor) -> None:
         raise SpecError(f"{where}: {key!r} {what}, got {_values(tensor[row])} in row {row}")
 
 
-def _check_flags(where: str, before: torch.Tensor, after: DictTensor, only_starts: torch.Tensor) -> None:
-    """Raises unless the flags after a step agree."""
-    starts = after[START] if START in after else torch.zeros_like(only_starts)
-    if (wrong := only_starts & ~starts).any():
+def _find_starts(
+    where: str, before: torch.Tensor, after: DictTensor, ended: torch.Tensor, absent: torch.Tensor
+) -> torch.Tensor:
+    """Which environments only started an episode in a step, or waited for one: those that ended, or were absent."""
+    starts = after[START] if START in after else torch.zeros_like(ended)
+    if (wrong := ended & ~starts).any():
         raise SpecError(f"{where}: environment {int(before[wrong][0])} ended its episode and goes on, but its "
                         "'initial_state' was False in the second pair, and is so in the first pair of the step after: "
                         "the agent would not learn that another episode begins")  # fmt: skip
-    where = f"{where}, first pair"
-    if (starts & ~only_starts).any():
-        raise SpecError(f"{where}: 'initial_state' is True; this is what followed a step, also where an episode ended. "
-                        "What a reset gave belongs into the second pair")  # fmt: skip
+    if (starts & ~ended & ~absent).any():
+        raise SpecError(f"{where}, first pair: 'initial_state' is True; this is what followed a step, also where an "
+                        "episode ended. What a reset gave belongs into the second pair")  # fmt: skip
+    return starts
+
+
+def _check_flags(where: str, after: DictTensor) -> None:
+    """Raises unless the flags after a step agree."""
     ends = [after[key] for key in ENDS if key in after]
     if DONE in after and len(ends) == len(ENDS) and not torch.equal(after[DONE], ends[0] | ends[1]):
-        raise SpecError(f"{where}: 'done' is {after[DONE].tolist()}, expected 'terminated' or 'truncated', "
+        raise SpecError(f"{where}, first pair: 'done' is {after[DONE].tolist()}, expected 'terminated' or 'truncated', "
                         f"{(ends[0] | ends[1]).tolist()}")  # fmt: skip
 
 
@@ -211,7 +226,7 @@ def _check_ends(
                         "ended; give bool keys 'done', 'terminated' and 'truncated'")  # fmt: skip
     if done is None:
         return torch.zeros(kept.numel(), dtype=torch.bool, device="cpu")
-    if (wrong := stopped & ~done).any():
+    if (wrong := stopped & ~done & ~only_starts).any():
         environment = int(before[wrong][0])
         raise SpecError(f"{where}: environment {environment} stopped, but its 'done' is False in the first pair")
     ended = done[kept]

@@ -1,0 +1,161 @@
+"""The agents of one PettingZoo environment: which of them act, and what it shows to each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from pettingzoo.utils.env import ParallelEnv
+
+from rlstructs.envs.array_values import copy_value
+from rlstructs.envs.env_results import STEP, add_origin, check_step, read_reset
+from rlstructs.envs.space_tree import copy_sample
+from rlstructs.errors import SpecError
+
+
+class Shown(NamedTuple):
+    """What a step or a reset showed to an agent.
+
+    Attributes:
+        observation: a copy.
+        info: the environment's own.
+        reward, terminated, truncated: of the action that led here; 0 and False if it is the first observation.
+        is_first: whether an episode of the agent begins here.
+    """
+
+    observation: Any
+    info: Any
+    reward: Any = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    is_first: bool = True
+
+
+class AgentGroup:
+    """Steps one environment, and sorts what it shows by agent.
+
+    Args:
+        env: the environment.
+        number: of the environment, for messages.
+        agents: all agents that there may be.
+        space: the observation space of each.
+
+    Attributes:
+        acts: for each of the agents, whether it acts in the next step.
+    """
+
+    def __init__(self, env: ParallelEnv, number: int, agents: Sequence[Any], space: gymnasium.Space[Any]) -> None:
+        self._env, self._number, self._agents, self._space = env, number, agents, space
+        self._known = frozenset(agents)
+        self.acts = [False] * len(agents)
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None) -> list[Shown | None]:
+        """Starts an episode; returns what is shown to each agent, None to those that are not there.
+
+        Raises:
+            SpecError: the environment returned something wrong.
+        """
+        arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
+        if options is not None:
+            arguments["options"] = copy.deepcopy(options)  # the environment may change them
+        try:
+            result = self._env.reset(**arguments)
+        except Exception as error:
+            add_origin(error, "reset", self._env, self._number)
+            raise
+        observations, infos = read_reset(result, self._env, self._number)
+        present = self._present()
+        if not present:
+            raise SpecError(f"{self._describe('reset')} began no episode: the environment's agents are []")
+        self._check_mapping("reset", "observation", observations, present)
+        self._check_mapping("reset", "info", infos, ())
+        shown = [self._first(agent, observations, infos) if agent in present else None for agent in self._agents]
+        self.acts = [one is not None for one in shown]
+        return shown
+
+    def step(self, actions: Sequence[Any]) -> list[Shown | None]:
+        """Steps the environment.
+
+        Args:
+            actions: one for each agent; those of agents that do not act are not used.
+
+        Returns:
+            What is shown to each agent: final observations too, and first ones of agents that come or come back. None
+            to those that are not there.
+
+        Raises:
+            SpecError: the environment returned something wrong.
+        """
+        given = {agent: action for agent, action, acts in zip(self._agents, actions, self.acts, strict=True) if acts}
+        try:
+            result = self._env.step(given)
+        except Exception as error:
+            add_origin(error, "step", self._env, self._number)
+            raise
+        try:
+            shown = self._read(result)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            self._check_result(result, given)
+            raise
+        self.acts = [one is not None and not (one.terminated or one.truncated) for one in shown]
+        return shown
+
+    def close(self) -> None:
+        """Closes the environment."""
+        try:
+            self._env.close()
+        except Exception as error:
+            add_origin(error, "close", self._env, self._number)
+            raise
+
+    def _read(self, result: Any) -> list[Shown | None]:
+        observations, rewards, terminated, truncated, infos = result
+        present, shown = self._present(), []
+        for agent, acted in zip(self._agents, self.acts, strict=True):
+            found = None
+            if acted:
+                has_terminated = bool(terminated[agent])
+                # Without either flag an agent that is not there any more was cut off.
+                is_cut = bool(truncated[agent]) or (agent not in present and not has_terminated)
+                observation, reward = self._copy(observations[agent]), copy_value(rewards[agent])
+                found = Shown(observation, infos.get(agent, {}), reward, has_terminated, is_cut, False)
+            elif agent in present and not (terminated.get(agent) or truncated.get(agent)):
+                found = self._first(agent, observations, infos)
+            shown.append(found)
+        return shown
+
+    def _first(self, agent: Any, observations: Any, infos: Any) -> Shown:
+        return Shown(self._copy(observations[agent]), infos.get(agent, {}))
+
+    def _copy(self, observation: Any) -> Any:
+        """Copies an observation, into which the environment may write again."""
+        return observation.copy() if type(observation) is np.ndarray else copy_sample(self._space, observation)
+
+    def _present(self) -> set[Any]:
+        """The agents that the environment has now."""
+        present = set(self._env.agents)
+        if not present <= self._known:
+            unknown = sorted(map(str, present - self._known))
+            raise SpecError(f"{self._describe('agents')} has {unknown}, which possible_agents lacks")
+        return present
+
+    def _check_result(self, result: Any, given: Mapping[Any, Any]) -> None:
+        """Raises SpecError if a step gave something wrong."""
+        check_step(result, self._env)
+        acting, coming = tuple(given), tuple(self._present() - set(given))
+        for name, found in zip(STEP, result, strict=True):
+            needed = {"observation": (*acting, *coming), "info": ()}.get(name, acting)
+            self._check_mapping("step", name, found, needed)
+
+    def _check_mapping(self, call: str, name: str, found: Any, agents: Any) -> None:
+        if not isinstance(found, Mapping):
+            raise SpecError(f"{self._describe(call)} must give {name} as a dict by agent, got {type(found).__name__}")
+        for agent in agents:
+            if agent not in found:
+                raise SpecError(f"{self._describe(call)} gave no {name} of agent {agent!r}, only of {list(found)}")
+
+    def _describe(self, call: str) -> str:
+        return f"environment {self._number} ({self._env}): {call}"
