@@ -91,7 +91,7 @@ class RowAdapter(RowDefaults):
     @property
     def absent_rows(self) -> np.ndarray:
         """Those that the environment tells, if it does."""
-        return self._env.absent_rows if self._tells_absent else NO_ROWS  # type: ignore[attr-defined, no-any-return]
+        return self._env.absent_rows if self._tells_absent else NO_ROWS  # type: ignore[attr-defined]
 
     def shared_statistics(self) -> SharedStatistics | None:
         """The environment itself, if it has the methods."""

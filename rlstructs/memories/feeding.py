@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
+from rlstructs.errors import SpecError
 from rlstructs.memories.intake import Intake, convert_steps, write_steps
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.from_trajectories import NAMES, POLICY_VERSION, Steps, take_trajectories
@@ -33,9 +34,15 @@ class MemoryFeed:
 
     Args:
         tensors: the tensors.
+        exports: whether the memory saves what it is given.
+
+    Raises:
+        SpecError: it does; rows of workers would not be saved.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: Tensors, exports: bool) -> None:
+        if exports:
+            raise SpecError("feed: a memory with export=True saves what it is given, and no rows of workers: use save")
         self._tensors = tensors
 
     @property

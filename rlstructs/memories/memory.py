@@ -224,9 +224,7 @@ class Memory(CopiedWhole, ABC):
 
     def make_feed(self) -> MemoryFeed:
         """Returns what `RL_Batcher.feed` needs of this memory; raises SpecError if it exports itself."""
-        if self.export:
-            raise SpecError("feed: a memory with export=True saves what it is given, and no rows of workers: use save")
-        return MemoryFeed(self._tensors)
+        return MemoryFeed(self._tensors, self.export)
 
     def reset(self) -> None:
         """Drops every row."""
@@ -365,10 +363,8 @@ class Memory(CopiedWhole, ABC):
 
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""
-        name_of, spec = self.framework.dtype_name, self._tensors.spec_of
-        tensors = {name: [name_of(dtype), spec(name).shape] for name, dtype in self._tensors.dtypes.items()}
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
-        return {**sizes, "tensors": tensors, "rng": plain_state(self._rng)}
+        return {**sizes, "tensors": self._tensors.describe(), "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         """More arrays that a subclass saves."""

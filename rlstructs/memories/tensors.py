@@ -160,6 +160,11 @@ class Tensors:
         """The spec of a tensor."""
         return self.planned.get(name) or self.storage.columns.specs[name]
 
+    def describe(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each tensor, for the header of a file."""
+        name_of = self.framework.dtype_name
+        return {name: (name_of(dtype), self.spec_of(name).shape) for name, dtype in self.dtypes.items()}
+
     # Content
 
     def check_known(self, name: str) -> None:
