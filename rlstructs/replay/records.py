@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # Columns with rows of so many bytes have memory of their own: a draw of one of them reads what it needs and no more.
 # Linked columns, whose rows are at least as long, are never in a record.
 LARGE = 256
-# The most bytes of a record.
-MOST = 1024
+# The most bytes of a record, and the most padding in it, as a share of its columns.
+MOST, MOST_PADDING = 1024, 0.1
 # The most records that are taken at once, so that they are still in a core's cache when columns are cut from them.
 AT_ONCE = 2048
 # The longest numbers in a record, in bytes: others, of 16 bytes, torch cannot view at every multiple of 8.
@@ -28,15 +28,25 @@ LONGEST = 8
 def group_columns(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
     """Finds out which columns to store together: two or more, longer numbers first, so that all are aligned."""
     small = [name for name, spec in specs.items() if _is_small(spec)]
-    groups: list[dict[str, Spec]] = []
-    n_bytes = MOST
-    for name in sorted(small, key=lambda each: -specs[each].dtype.itemsize):
-        if n_bytes + specs[name].nbytes > MOST:
-            groups.append({})
-            n_bytes = 0
-        groups[-1][name] = specs[name]
-        n_bytes += specs[name].nbytes
+    small.sort(key=lambda name: -specs[name].dtype.itemsize)
+    groups = []
+    while small:
+        n = _count_fitting([specs[name] for name in small])
+        groups.append({name: specs[name] for name in small[:n]})
+        small = small[n:]
     return [group for group in groups if len(group) > 1]
+
+
+def _count_fitting(specs: Sequence[Spec]) -> int:
+    """How many of these columns, the first ones, go into one record: as many as do not waste too much memory."""
+    best, n_bytes, longest = 1, 0, specs[0].dtype.itemsize
+    for n, spec in enumerate(specs, 1):
+        n_bytes += spec.nbytes
+        if n_bytes > MOST:
+            break
+        if -n_bytes % longest <= MOST_PADDING * n_bytes:
+            best = n
+    return best
 
 
 def _is_small(spec: Spec) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay.backing import Folder, Shared
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.records import AT_ONCE, LARGE, group_columns
+from rlstructs.replay.records import AT_ONCE, LARGE, group_columns, width_of
 
 N_LANES, CAPACITY = 3, 1500
 SPECS = {
@@ -139,3 +139,15 @@ def test_a_live_tensor_in_a_record_is_written_through_and_stays_so_in_shared_mem
         [[observations, terminated]] = memory.sample_by_index(["observations", "terminated"], [7])
         assert observations.tolist() == [[7.0] * 5] and terminated.tolist() == [[True]]
         live[3, 1] = 0.0
+
+
+def test_records_waste_at_most_a_tenth_of_their_memory():
+    number, flag = Spec(np.dtype(np.int64)), Spec(np.dtype(bool))
+    specs = {"number": number, "other": number, "flag": flag, "more": flag}
+    assert [list(group) for group in group_columns(specs)] == [["number", "other"], ["flag", "more"]]
+    assert made(specs=specs).nbytes == N_LANES * CAPACITY * (8 + 8 + 1 + 1)
+    dtypes = (bool, np.int16, np.int64)
+    many = {f"{dtype.__name__}{n}": Spec(np.dtype(dtype), (n,)) for dtype in dtypes for n in range(1, 40)}
+    for group in group_columns(many):
+        n_bytes = sum(spec.nbytes for spec in group.values())
+        assert n_bytes <= width_of(group.values()) <= min(1.1 * n_bytes, 1024)

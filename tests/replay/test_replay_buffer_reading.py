@@ -563,8 +563,8 @@ def test_a_frame_is_stored_once():  # the issue: bytes asserted
         one = {**row(t, done), "obs": video[t], "obs_next": after}
         with_next.add(one)
         without.add(one)
-    assert without.nbytes < n * (size + 33)
-    assert with_next.nbytes < n * (size + 33) + 7 * size
+    assert without.nbytes < n * (size + 30)
+    assert with_next.nbytes < n * (size + 30) + 7 * size
     batch = with_next[:]
     assert (batch.obs[:, -1] == video[:n]).all()
     ends = np.arange(n) % 100 == 99
