@@ -158,9 +158,9 @@ class BatcherBase:
         Returns:
             Since the last call: `episode/count`, and the means `episode/return` and `episode/length`, missing where no
             episode ended; `rollout/steps_per_second`, of all environments; `rollout/waiting_share`, the share of the
-            time, 0 to 1, that `execute`, `get` and `lease` waited for workers; `rollout/staleness`, by how many updates
-            agents were behind when what they did was handed out, the mean over steps, missing without any. In all:
-            `rollout/steps`, which `state_dict` keeps, and `rollout/restarts`, of workers.
+            time, 0 to 1, that `execute`, `get`, `wait` and `lease` waited for workers; `rollout/staleness`, by how many
+            updates agents were behind when what they did was handed out, the mean over steps, missing without any. In
+            all: `rollout/steps`, which `state_dict` keeps, and `rollout/restarts`, of workers.
         """
         self._life.check_open("metrics")
         return self._engine.metrics()

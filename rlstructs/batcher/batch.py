@@ -78,7 +78,7 @@ class Batch:
         if self._order is not None:
             order = torch.from_numpy(self._order)
             steps = {name: torch.cat([each[name] for each in found])[order] for name in steps}
-        info = DictTensor.trusted({"env_index": torch.from_numpy(self._rows)})
+        info = DictTensor.trusted(self._row_info())
         return Trajectories.trusted(info, TemporalDictTensor.trusted(steps, self.lengths))
 
     def release(self) -> None:
@@ -107,8 +107,12 @@ class Batch:
         if self._order is not None:
             order = torch.from_numpy(self._order)
             info = {key: torch.cat([tensors[key] for tensors in found])[order] for key in info}
+        return {**info, **self._row_info()}
+
+    def _row_info(self) -> dict[str, torch.Tensor]:
+        """The values of `ROW_INFO`, (B,)."""
         versions = torch.from_numpy(self._versions[self._rows])
-        return {**info, "env_index": torch.from_numpy(self._rows), "policy_version": versions}
+        return {"env_index": torch.from_numpy(self._rows), "policy_version": versions}
 
 
 def _rows_or_none(slots: Slots, rows: np.ndarray) -> np.ndarray | None:

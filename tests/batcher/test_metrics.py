@@ -11,6 +11,7 @@ import torch
 from helpers import count_batcher, rollout
 
 from rlstructs import ClosedError, RL_Batcher, SpecError
+from rlstructs.memories.torch import RandomMemory
 
 TABLE = [[3, 4], [2, 99]]
 
@@ -39,6 +40,18 @@ def test_metrics_agree_with_what_was_handed_out(lends, run_ahead):
             assert metrics["rollout/staleness"] == behind / n_new
             assert 0 < metrics["rollout/waiting_share"] <= 1 and metrics["rollout/restarts"] == 0
         assert (behind > 0) == (run_ahead > 0)
+
+
+def test_rollouts_that_workers_write_to_a_memory_count_too():
+    with count_batcher([[3, 4]], 5, autoreset=True, n_processes=0) as batcher:
+        batcher.feed(RandomMemory(memory_size=20, num_envs=batcher.n_elems(), device="cpu"))
+        batcher.reset()
+        batcher.execute()
+        n_steps, _ = batcher.wait()
+        batcher.update(0.5)
+        metrics = batcher.metrics()
+        assert metrics["rollout/steps"] == n_steps > 0 and metrics["rollout/staleness"] == 0
+        assert metrics["episode/count"] == batcher.episodes().n_elems() > 0
 
 
 def test_episodes_that_were_taken_before_count_all_the_same():
