@@ -7,9 +7,9 @@ needs `rlstructs[jax]`, and prints what each library gets, and at the end how mu
     torch: observations torch.Size([64, 4]) torch.float32, rewards torch.Size([64, 1]) torch.float32
     jax: observations (64, 4) float32, rewards (64, 1) float32
     warp: observations (64, 4) float32, rewards (64, 1) float32
-    torch: 16 sequences of 8 steps, 99 of 128 count
+    torch: 16 sequences of 8 steps, 105 of 128 count
     ...
-    CartPole-v1: 8192 rows of 32 environments, 0.4 MB
+    CartPole-v1: 8192 rows of 32 environments, 0.5 MB
 """
 
 from __future__ import annotations

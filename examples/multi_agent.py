@@ -9,6 +9,7 @@ that leave before others have shorter slots, which the mask says. It shows a pro
 mean return of an agent in `--n-eval` episodes in which policies take their most likely action.
 
 `--env-id` may be another module of mpe2 whose agents have equal spaces. Needs `rlstructs[pettingzoo]` and `mpe2`.
+`--track tensorboard:runs/multi_agent`, `wandb:PROJECT` or `trackio:PROJECT` keeps metrics there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rlstructs import (
     gae,
     transitions,
 )
+from rlstructs.integrations.logging import open_log
 from rlstructs.integrations.pettingzoo import ParallelEnvs
 
 
@@ -55,6 +57,7 @@ class Args:
     entropy_weight: float = 0.01
     n_eval: int = 90
     seed: int = 0
+    track: str = ""
 
 
 def layers(n_inputs: int, n_outputs: int) -> nn.Sequential:
@@ -141,7 +144,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
     policies = create_policies(args.env_id, args.policies)
     optimizer = torch.optim.Adam(policies.parameters(), lr=args.learning_rate, eps=1e-5)
-    with RL_Batcher(
+    with open_log(args.track, vars(args)) as track, RL_Batcher(
         args.n_timesteps, Team, {"policies": policies},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}),
@@ -159,6 +162,7 @@ def main(args: Args) -> None:
             if (episodes := batcher.episodes()).n_elems():
                 bar.set_postfix_str(f"return {episodes['return'].mean():.1f}", refresh=False)
             bar.update(int(batch.lengths.sum()))
+            track(batcher.metrics(), n_steps)
         bar.close()
         speed = n_steps / (time.perf_counter() - start)
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))

@@ -3,12 +3,12 @@
     python examples/warp_gather.py --n-processes 2
 
 Workers play whole episodes of different lengths. A thread for each of them goes back from its last step, and writes the
-discounted returns to where its steps lie when those of all are put one behind another. torch does the same with
-`discounted_returns` and a mask. The kernel reads the batch where it lies, without a copy. Prints what there was, and at
-the end how far the two are apart and what each of them takes:
+discounted returns to where its steps lie when those of all are put one behind another. `discounted_returns` computes
+them for the padded batch, from which a mask takes the steps. The kernel reads the batch where it lies, without a copy.
+Prints what there was, and at the end how far the two are apart and what each of them takes:
 
     64 episodes of 10 to 61 steps, 1455 steps in all
-    largest difference 1.1e-05 of up to 45.8, warp 68 us, torch 197 us: 2.9 times as fast
+    largest difference 0.0e+00 of up to 45.8, warp 74 us, torch 95 us: 1.3 times as fast
 
 `--device cuda` does both on a GPU.
 """
