@@ -13,17 +13,17 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
-import torch
 
 from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
 from rlstructs.files.opening import open_file, read_at, read_into, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
+from rlstructs.files.torch_archive import write_pt
 from rlstructs.files.zip_directory import Entry, data_offset, read_directory
 
 __all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum"]
@@ -259,8 +259,7 @@ def _open_pt(path: Path) -> Iterator[Archive]:
 class NewFile:
     """A new file that hides failed writes from the library that writes it; `close` raises the first error.
 
-    Libraries handle a failed write badly: libhdf5 2.0 keeps the file open and crashes the process at its exit, and
-    torch says "unexpected pos 960 vs 854" when the disk is full.
+    libhdf5 2.0 handles a failed write badly: it keeps the file open and crashes the process at its exit.
 
     Attributes:
         error: the error of the first write that failed; None if there was none.
@@ -315,34 +314,12 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                # Of a view that is not contiguous it copies a few megabytes at a time.
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
-    # torch writes the whole storage of a tensor, and a shared one only once; `from_numpy` makes one for each array.
-    tensors = {name: _to_tensor(array, dtypes[name]) for name, array in arrays.items()}
-    tensors[HEADER] = torch.from_numpy(np.array(bytearray(header.encode())))  # programs expect only tensors
-    with closing(NewFile(path)) as new, _enable_checksums():
-        torch.save(tensors, new)  # type: ignore[arg-type]  # it calls only write and flush
-
-
-@contextmanager
-def _enable_checksums() -> Iterator[None]:
-    """Makes torch compute checksums, even if the program has turned them off (possible since torch 2.6)."""
-    settings = torch.serialization
-    if getattr(settings, "get_crc32_options", lambda: True)():
-        yield
-        return
-    settings.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        settings.set_crc32_options(False)
-
-
-def _to_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
-    tensor = torch.from_numpy(np.asarray(array))
-    return tensor.view(getattr(torch, dtype)) if dtype in BITS else tensor
+    write_pt(path, {**arrays, HEADER: np.frombuffer(header.encode(), np.uint8)}, dtypes)
 
 
 WRITERS = {".npz": _write_npz, ".pt": _write_pt}

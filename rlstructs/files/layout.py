@@ -35,14 +35,9 @@ READERS: Mapping[str, Callable[..., Any]] = {**archives.READERS, ".h5": open_h5}
 
 def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:
     """Writes a tree of tensors to `path`, completely or not at all."""
-    arrays, dtypes, seen = {}, {}, set()
+    arrays, dtypes = {}, {}
     for name, tensor in _flatten(tree):
         host = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        storage = host.untyped_storage()
-        # A .pt file would hold the whole storage of a view, and a storage that two tensors share only once.
-        if storage.nbytes() != host.nbytes or storage.data_ptr() in seen:
-            host = host.clone()
-        seen.add(host.untyped_storage().data_ptr())
         dtypes[name] = dtype_name(host.dtype)
         bits = BITS.get(dtypes[name])
         arrays[name] = (host if bits is None else host.view(getattr(torch, bits))).numpy()

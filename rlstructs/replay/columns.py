@@ -14,7 +14,7 @@ from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
-from rlstructs.replay.records import Gathering, OnDemand, Record, group_columns, width_of
+from rlstructs.replay.records import Gathering, Record, group_columns, width_of
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.row_ids import LANE, RowIds
 
@@ -257,14 +257,12 @@ class Columns(RowIds):
         return np.asarray(values)
 
     def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A column in this shape, for a file: an array, or an object that numpy turns into one."""
-        rows = self.flat[name].reshape(shape)
-        return rows if rows.flags.c_contiguous else OnDemand(rows)
+        """A column in this shape, for a file: a view, or an object that numpy turns into an array."""
+        return self.flat[name].reshape(shape)
 
     def slots_to_file(self, name: str, n: int) -> Any:
         """The first n slots of every lane, `(n_lanes, n, *shape)`, for a file; see `to_file`."""
-        slots = self.cells[name][:, :n]
-        return OnDemand(slots) if isinstance(self._blocks[name], Record) else np.ascontiguousarray(slots)
+        return self.cells[name][:, :n]
 
     def shared_storage(self, name: str) -> tuple[Any, int] | None:
         """torch's storage of a column in shared memory, and bytes before its first row; None for any other."""

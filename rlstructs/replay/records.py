@@ -191,17 +191,3 @@ class Gathering:
                     values = values.view(spec.dtype)
                 found[at] = values if values.shape == lead + spec.shape else values.reshape(lead + spec.shape)
         return found
-
-
-class OnDemand:
-    """A view that becomes a contiguous copy whenever numpy asks for an array.
-
-    Args:
-        view: the view.
-    """
-
-    def __init__(self, view: np.ndarray) -> None:
-        self._view, self.dtype, self.shape = view, view.dtype, view.shape
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._view, dtype, order="C")

@@ -50,6 +50,7 @@ LOADERS = {
     "info.npz": lambda path: list(report.describe(path)), "info.h5": lambda path: list(report.describe(path)),
     "replay.json": lambda path: replay_files.read(path.parent, {}, 1),
 }  # fmt: skip
+OF_FOLDERS = ("Trajectories.pt", "info.npz", "info.h5")
 PLACES = {
     "a named pipe": os.mkfifo,
     "a folder": os.mkdir,
@@ -72,6 +73,9 @@ def test_what_is_no_regular_file_is_not_opened(name, place, tmp_path):
     if needed == "folder":  # such a buffer is kept in folders, too; this one is empty
         with pytest.raises(FileNotFoundError):
             LOADERS[name](path)
+        return
+    if place == "a folder" and name in OF_FOLDERS:  # rollouts are kept in folders, too; this one is empty
+        refused(LOADERS[name], path, "a folder without part_000000.npz")
         return
     refused(LOADERS[name], path, "is a (named pipe|folder|device), needed is a regular file")
 

@@ -1,0 +1,138 @@
+"""Writes `.pt` files, which `torch.load` reads, without holding a second copy of what is written.
+
+`torch.save` keeps every tensor in memory until it has written all of them, and writes the whole storage of a view.
+The format: a zip archive of `data.pkl`, a pickle in which a tensor names its storage by a key, a member `data/<key>`
+for each storage, and the members `byteorder` and `version`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from rlstructs.files.pickled import BITS
+
+FOLDER, VERSION = "archive", b"3\n"
+# Storages begin at a multiple of this, so that they can be mapped into memory. The padding is in a field of the header
+# of a member, which torch calls FB; zipfile adds a field of 20 bytes for large members.
+ALIGNMENT, FIELD, HEADER_BYTES, LARGE_FIELD_BYTES = 64, b"FB", 30, 20
+# Bytes of a view that is not contiguous that are copied at a time.
+AT_ONCE = 16 << 20
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in C order, whose bytes lie in the member of this key.
+
+    Attributes:
+        key: of the member.
+        dtype, shape: of the tensor.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The storage of a tensor, in the terms of torch's files."""
+
+    kind: type
+    key: str
+    n: int
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as torch does, but for their storages."""
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        return ("storage", value.kind, value.key, "cpu", value.n) if isinstance(value, _Storage) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, _Stored):
+            return NotImplemented
+        # torch pickles dtypes that it has had for long in one way, and later ones in another.
+        empty = torch.empty(0, dtype=value.dtype, device="cpu")
+        rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        n = int(np.prod(value.shape, dtype=object))
+        if isinstance(storage, torch.UntypedStorage):
+            stored = _Storage(torch.UntypedStorage, value.key, n * empty.element_size())
+        else:
+            stored = _Storage(getattr(torch, _name_storage(empty)), value.key, n)
+        return rebuild, (stored, offset, value.shape, _strides(value.shape), *rest)
+
+
+def write_pt(path: Path, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
+    """Writes a dict of tensors to a new file.
+
+    Args:
+        path: of the file.
+        arrays: by name; arrays, views, or objects that numpy turns into arrays.
+        dtypes: name -> dtype in torch of arrays that hold bits, which numpy has no dtype for.
+    """
+    stored = {
+        name: _Stored(str(key), _torch_dtype(array.dtype, dtypes.get(name)), tuple(array.shape))
+        for key, (name, array) in enumerate(arrays.items())
+    }
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(stored)
+    with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        archive.writestr(f"{FOLDER}/data.pkl", pickled.getvalue())
+        archive.writestr(f"{FOLDER}/byteorder", sys.byteorder)
+        for name, array in arrays.items():
+            with archive.open(_aligned(archive, f"{FOLDER}/data/{stored[name].key}"), "w", force_zip64=True) as member:
+                _write_bytes(member, array)
+        archive.writestr(f"{FOLDER}/version", VERSION)
+
+
+def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    """Describes the next member, whose bytes begin at a multiple of `ALIGNMENT`."""
+    member = zipfile.ZipInfo(name)
+    offset = archive.start_dir + HEADER_BYTES + len(name) + 4 + LARGE_FIELD_BYTES
+    padding = -offset % ALIGNMENT
+    member.extra = FIELD + padding.to_bytes(2, "little") + b"Z" * padding
+    return member
+
+
+def _write_bytes(member: IO[bytes], array: Any) -> None:
+    """Writes the bytes of an array in C order."""
+    values = np.asarray(array)
+    if not values.size:
+        return
+    if values.flags.c_contiguous:
+        member.write(values.reshape(-1).view(np.uint8).data)
+        return
+    n = max(1, AT_ONCE * len(values) // values.nbytes)
+    for start in range(0, len(values), n):
+        member.write(np.ascontiguousarray(values[start : start + n]).reshape(-1).view(np.uint8).data)
+
+
+def _torch_dtype(dtype: np.dtype, bits: str | None) -> torch.dtype:
+    if bits in BITS:
+        found: torch.dtype = getattr(torch, bits)
+        return found
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _name_storage(tensor: torch.Tensor) -> str:
+    """The name that torch's files have for the storages of such a tensor, as `FloatStorage`."""
+    return str(tensor.type()).removeprefix("torch.").replace("Tensor", "Storage")
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor in C order, in numbers."""
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(strides))
