@@ -23,7 +23,7 @@ import numpy as np
 from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
 from rlstructs.files.opening import open_file, read_at, read_into, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
-from rlstructs.files.torch_archive import write_pt
+from rlstructs.files.torch_archive import write_bytes, write_pt
 from rlstructs.files.zip_directory import Entry, data_offset, read_directory
 
 __all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum"]
@@ -52,8 +52,14 @@ class Reader(Protocol):
     def verify(self) -> None:
         """Raises ValueError if a checksum in the file is wrong."""
 
-    def read_into(self, name: str, array: np.ndarray) -> None:
-        """Reads an array of the file into `array`, which has its dtype and shape and is in C order."""
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
+        """Reads numbers of an array in the file, from the number `first` on in C order.
+
+        Args:
+            name: of the array in the file.
+            array: is filled; of the same dtype, in C order.
+            first: how many numbers to leave out.
+        """
 
 
 class Archive(Reader, Protocol):
@@ -123,9 +129,10 @@ class _Archive:
         self.read_into(HEADER, text)
         return text.tobytes().decode()
 
-    def read_into(self, name: str, array: np.ndarray) -> None:
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
         if array.size:
-            read_into(self._file, self._members[name].offset, array.reshape(-1).view(np.uint8).data)
+            offset = self._members[name].offset + first * array.itemsize
+            read_into(self._file, offset, array.reshape(-1).view(np.uint8).data)
 
 
 def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
@@ -314,8 +321,12 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                # Of a view that is not contiguous it copies a few megabytes at a time.
-                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+                values = np.asarray(array)
+                descr = np.lib.format.dtype_to_descr(values.dtype)
+                np.lib.format.write_array_header_1_0(
+                    member, {"descr": descr, "fortran_order": False, "shape": values.shape}
+                )
+                write_bytes(member, values)
 
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:

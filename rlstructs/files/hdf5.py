@@ -164,9 +164,12 @@ class _Hdf5:
             if part.dtype == np.bool_:
                 _check_bools(name, part)
 
-    def read_into(self, name: str, array: np.ndarray) -> None:
-        if array.size:
-            self._datasets[name].read_direct(array.reshape(self._specs[name][1]))
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
+        shape = self._specs[name][1]
+        if array.size and array.size == math.prod(shape):
+            self._datasets[name].read_direct(array.reshape(shape))
+        elif array.size:
+            array[...] = self._datasets[name][()].reshape(-1)[first : first + array.size].reshape(array.shape)
 
 
 def _check_chunk(name: str, data: bytes, mask: int, filters: list[int], nbytes: int) -> None:

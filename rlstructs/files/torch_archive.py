@@ -26,7 +26,7 @@ FOLDER, VERSION = "archive", b"3\n"
 # of a member, which torch calls FB; zipfile adds a field of 20 bytes for large members.
 ALIGNMENT, FIELD, HEADER_BYTES, LARGE_FIELD_BYTES = 64, b"FB", 30, 20
 # Bytes of a view that is not contiguous that are copied at a time.
-AT_ONCE = 16 << 20
+AT_ONCE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def write_pt(path: Path, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, 
         archive.writestr(f"{FOLDER}/byteorder", sys.byteorder)
         for name, array in arrays.items():
             with archive.open(_aligned(archive, f"{FOLDER}/data/{stored[name].key}"), "w", force_zip64=True) as member:
-                _write_bytes(member, array)
+                write_bytes(member, array)
         archive.writestr(f"{FOLDER}/version", VERSION)
 
 
@@ -104,7 +104,7 @@ def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     return member
 
 
-def _write_bytes(member: IO[bytes], array: Any) -> None:
+def write_bytes(member: IO[bytes], array: Any) -> None:
     """Writes the bytes of an array in C order."""
     values = np.asarray(array)
     if not values.size:

@@ -20,6 +20,8 @@ from rlstructs.replay.row_ids import LANE, RowIds
 
 # How many sets of names `gather` remembers.
 MOST_GATHERINGS = 64
+# Rows of a column in a record that are read from a file at a time.
+ROWS_AT_ONCE = 1 << 14
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
@@ -271,13 +273,21 @@ class Columns(RowIds):
             offset, block = block.offsets[name], block.block
         return (block.storage(), offset) if isinstance(block, SharedBlock) else None
 
-    def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
-        """Fills a column by a function that fills an array (n_rows, *shape)."""
+    def read_into(self, name: str, read: Callable[[np.ndarray, int], None]) -> None:
+        """Fills a column.
+
+        Args:
+            name: of the column.
+            read: fills an array (n, *shape) with numbers, from a number of the column on.
+        """
         rows = self.flat[name]
-        values = rows if rows.flags.c_contiguous else np.empty_like(rows, order="C")
-        read(values)
-        if values is not rows:
-            rows[...] = values
+        if rows.flags.c_contiguous:
+            read(rows, 0)
+            return
+        for start in range(0, self.n_rows, ROWS_AT_ONCE):
+            piece = np.empty_like(rows[start : start + ROWS_AT_ONCE], order="C")
+            read(piece, start * rows[0].size)
+            rows[start : start + ROWS_AT_ONCE] = piece
 
     def value(self, name: str, number: Any) -> Any:
         """Converts a number for a column, for `put_rows`."""

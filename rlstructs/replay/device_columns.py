@@ -83,10 +83,10 @@ class TensorColumns(Columns):
         """See `Columns.slots_to_file`."""
         return OnDemand(self.cells[name][:, :n], self.specs[name].dtype)
 
-    def read_into(self, name: str, read: Callable[[np.ndarray], None]) -> None:
+    def read_into(self, name: str, read: Callable[[np.ndarray, int], None]) -> None:
         """See `Columns.read_into`; the array is in host memory and is then copied."""
         array = np.empty((self.n_rows, *self.specs[name].shape), self.specs[name].dtype)
-        read(array)
+        read(array, 0)
         self.put_rows(name, slice(None), self.converted(name, array, self.specs[name]))
 
     def put_rows(self, name: str, rows: Any, values: Any) -> None:

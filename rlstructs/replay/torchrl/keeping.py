@@ -81,9 +81,9 @@ class TensorReader:
     def verify(self) -> None:
         """Does nothing: tensors have no checksums."""
 
-    def read_into(self, name: str, array: np.ndarray) -> None:
-        """Copies an array."""
-        array[...] = self._arrays[name]
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
+        """Copies numbers of an array."""
+        array[...] = self._arrays[name].reshape(-1)[first : first + array.size].reshape(array.shape)
 
 
 def dump(buffer: Buffer, folder: Path) -> None:
