@@ -21,8 +21,16 @@ def worker_pids():
         process.pid
         for process in me.children(recursive=True)
         if process.ppid() != me.pid
-        or not any(word in " ".join(process.cmdline()) for word in ("forkserver import", "resource_tracker"))
+        or not any(word in command_of(process) for word in ("forkserver import", "resource_tracker"))
     }
+
+
+def command_of(process):
+    """The command of a process; "" if it has ended and its parent has not asked how."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.ZombieProcess:
+        return ""
 
 
 class JumpingTime:
