@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import logging
 import os
 import statistics
 import time
@@ -215,21 +216,17 @@ def skrl_ppo(envs: Any, steps: int) -> None:
         def compute(self, inputs: Any, role: str) -> Any:
             return self.net(inputs["observations"]), {}
 
+    logging.getLogger("skrl").setLevel(logging.WARNING)
     wrapped = wrap_env(envs)
-    spaces = {
-        "observation_space": wrapped.observation_space, "state_space": wrapped.state_space,
-        "action_space": wrapped.action_space, "device": wrapped.device,
-    }  # fmt: skip
+    names = ("observation_space", "state_space", "action_space", "device")
+    spaces = {name: getattr(wrapped, name) for name in names}
+    models = {"policy": Policy(**spaces), "value": Value(**spaces)}
+    memory = RandomMemory(memory_size=128, num_envs=N_ENVS, device=wrapped.device)
     config = PPO_CFG(rollouts=128, learning_epochs=4, mini_batches=4)
     config.experiment.write_interval = config.experiment.checkpoint_interval = 0
-    agent = PPO(
-        models={"policy": Policy(**spaces), "value": Value(**spaces)}, memory=RandomMemory(128, N_ENVS, wrapped.device),
-        cfg=config, **spaces,
-    )  # fmt: skip
-    trainer = SequentialTrainer(
-        env=wrapped, agents=agent, cfg={"timesteps": steps // N_ENVS, "disable_progressbar": True}
-    )
-    trainer.train()
+    agent = PPO(models=models, memory=memory, cfg=config, **spaces)
+    settings = {"timesteps": steps // N_ENVS, "disable_progressbar": True, "close_environment_at_exit": False}
+    SequentialTrainer(env=wrapped, agents=agent, cfg=settings).train()
 
 
 ROWS = [
