@@ -52,6 +52,8 @@ class StepWriter:
         """
         storage = self._storage
         if self._version != storage.version:
+            if not is_row and not all(type(value) in (ndarray, Tensor) for value in tensors.values()):
+                return None
             self._prepare()
         if is_row:
             tensors = self._one_row(tensors) or {}
