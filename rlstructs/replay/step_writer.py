@@ -51,9 +51,7 @@ class StepWriter:
             is_row: whether these are plain numbers and arrays without an axis for lanes, of a store with one lane.
         """
         storage = self._storage
-        if self._version != storage.version:
-            if not is_row and not all(type(value) in (ndarray, Tensor) for value in tensors.values()):
-                return None
+        if self._version != storage.version and (is_row or _are_arrays(tensors)):
             self._prepare()
         if is_row:
             tensors = self._one_row(tensors) or {}
@@ -146,6 +144,10 @@ class StepWriter:
                 one = np.zeros_like(self._open)
                 one[:, TIME] = 1
                 self._one_step: ndarray = one.view(np.int64)[:, 0]
+
+
+def _are_arrays(tensors: Mapping[str, Any]) -> bool:
+    return all(type(value) in (ndarray, Tensor) for value in tensors.values())
 
 
 class OneRow:
