@@ -36,6 +36,8 @@ class StepWriter:
         self._storage = storage
         self._every_end = tuple(ends)
         self._version, self._head = -1, 0  # the store's when `_prepare` was called, and after each write
+        # Name, shape and dtype of each column, and whether it ends episodes; empty if nothing can be written.
+        self._wanted: list[tuple[str, tuple[int, ...], np.dtype, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"storage": self._storage, "ends": self._every_end}  # the rest follows from them
@@ -121,7 +123,6 @@ class StepWriter:
             )
             names = [*columns.flat, *columns.links] if usable else []
             self._one_row = OneRow({name: columns.specs[name] for name in names})
-            # Name, shape and dtype of each column, and whether it ends episodes; empty if nothing can be written.
             self._wanted = [
                 (name, (n, *spec.shape), np.dtype(spec.dtype.str), name in self._ends)
                 for name, spec in ((name, columns.specs[name]) for name in names)
