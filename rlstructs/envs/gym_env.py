@@ -14,12 +14,12 @@ from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
 from rlstructs.envs.reset_options import split_options
-from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
 from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.shared_vector.env_group import innermost
 from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.envs.vec_env import NO_INFO
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
@@ -125,7 +125,7 @@ class GymEnv(RowDefaults):
             StateError: no environment runs.
             MissingKeyError, SpecError: the action does not fit the action space.
         """
-        running = torch.from_numpy(self._check_running().copy())
+        running = torch.from_numpy(check_running(self._running).copy())
         return step_pairs(self.step_rows(action), running)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
@@ -149,7 +149,7 @@ class GymEnv(RowDefaults):
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Does what `step` does, and returns rows of its own that stay valid until the next step."""
-        running = self._check_running()
+        running = check_running(self._running)
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, uncopied = [], [], [], []
         fresh: list[Any] = []
@@ -197,13 +197,6 @@ class GymEnv(RowDefaults):
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def _check_running(self) -> np.ndarray:
-        if self._running is None:
-            raise StateError("step: call reset first")
-        if not self._running.size:
-            raise StateError("step: every environment has ended, call reset")
-        return self._running
 
     def _set_running(self, running: np.ndarray) -> None:
         self._running, self._running_envs = running, [self._envs[k] for k in running.tolist()]

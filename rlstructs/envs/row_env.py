@@ -201,3 +201,12 @@ def load_statistics(env: RowEnv, statistics: Mapping[str, Moments], frozen: bool
     kept = env.shared_statistics()
     if statistics and kept is not None:
         kept.load_statistics(statistics, frozen)
+
+
+def check_running(running: np.ndarray | None) -> np.ndarray:
+    """Returns the environments that run, None before a reset; raises StateError if there are none."""
+    if running is None:
+        raise StateError("step: call reset first")
+    if not running.size:
+        raise StateError("step: every environment has ended, call reset")
+    return running

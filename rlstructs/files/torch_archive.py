@@ -8,6 +8,7 @@ for each storage, and the members `byteorder` and `version`.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import sys
 import zipfile
@@ -64,12 +65,12 @@ class _Pickler(pickle.Pickler):
         # torch pickles dtypes that it has had for long in one way, and later ones in another.
         empty = torch.empty(0, dtype=value.dtype, device="cpu")
         rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-        n = int(np.prod(value.shape, dtype=object))
+        n, strides = math.prod(value.shape), torch.empty(value.shape, device="meta").stride()
         if isinstance(storage, torch.UntypedStorage):
             stored = _Storage(torch.UntypedStorage, value.key, n * empty.element_size())
         else:
             stored = _Storage(getattr(torch, _name_storage(empty)), value.key, n)
-        return rebuild, (stored, offset, value.shape, _strides(value.shape), *rest)
+        return rebuild, (stored, offset, value.shape, strides, *rest)
 
 
 def write_pt(path: Path, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
@@ -127,12 +128,3 @@ def _torch_dtype(dtype: np.dtype, bits: str | None) -> torch.dtype:
 def _name_storage(tensor: torch.Tensor) -> str:
     """The name that torch's files have for the storages of such a tensor, as `FloatStorage`."""
     return str(tensor.type()).removeprefix("torch.").replace("Tensor", "Storage")
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor in C order, in numbers."""
-    strides, n = [], 1
-    for size in reversed(shape):
-        strides.append(n)
-        n *= max(size, 1)
-    return tuple(reversed(strides))

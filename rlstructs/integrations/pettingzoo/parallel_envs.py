@@ -13,12 +13,12 @@ from rlstructs.envs.env_results import reward_array
 from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
 from rlstructs.envs.observation_columns import ObservationRows
 from rlstructs.envs.reset_options import split_options
-from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
 from rlstructs.envs.row_layout import RowLayout
 from rlstructs.envs.space_tree import nest
 from rlstructs.envs.spaces import example_value
 from rlstructs.envs.vec_env import NO_INFO
-from rlstructs.errors import SpecError, StateError
+from rlstructs.errors import SpecError
 from rlstructs.integrations.pettingzoo.agents import AgentGroup, Shown
 from rlstructs.integrations.pettingzoo.environments import make_environments, read_agents, read_spaces
 from rlstructs.public_names import set_module
@@ -131,7 +131,7 @@ class ParallelEnvs(RowDefaults):
             MissingKeyError, SpecError: the action does not fit the action space, or an environment returned something
                 wrong.
         """
-        self._check_running()
+        check_running(self._running)
         running = torch.from_numpy(self._slots.copy())
         return step_pairs(self.step_rows(action), running)
 
@@ -186,7 +186,7 @@ class ParallelEnvs(RowDefaults):
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Does what `step` does, and returns rows of its own that stay valid until the next step."""
-        running, n = self._check_running(), len(self.agents)
+        running, n = check_running(self._running), len(self.agents)
         actions, columns = self._actions.read(action, running.size * n)
         shown: list[Shown | None] = []
         fresh: dict[int, Shown | None] = {}  # first observations, by the row whose episode ended
@@ -253,13 +253,6 @@ class ParallelEnvs(RowDefaults):
                 raise SpecError(f"env_info: the rows of environment {slot // n} must be equal for all its agents, "
                                 f"got {first} and {options}")  # fmt: skip
         return found[::n]
-
-    def _check_running(self) -> np.ndarray:
-        if self._running is None:
-            raise StateError("step: call reset first")
-        if not self._running.size:
-            raise StateError("step: every environment has ended, call reset")
-        return self._running
 
     def _set_running(self, running: np.ndarray) -> None:
         self._running, self._slots = running, self._slots_of(running)
