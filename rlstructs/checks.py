@@ -18,7 +18,7 @@ DTYPES = {
 }  # fmt: skip
 # The most axes of an array, and the longest axis.
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
-# Characters of foreign text, and of a foreign name, in a message or table: text from a file may have any length.
+# The most characters that messages and tables show of a text, and of a name, that came from a file.
 LONGEST_TEXT, LONGEST_NAME = 500, 200
 
 
@@ -99,7 +99,7 @@ def call_factory(how: str, factory: Callable[..., Any], arguments: Mapping[str, 
     """Calls a user's factory.
 
     Args:
-        how: what the library calls with which arguments; starts the message.
+        how: says what the library calls, and with which arguments; the message begins with it.
         factory: the factory.
         arguments: its arguments.
 

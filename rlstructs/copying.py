@@ -14,9 +14,9 @@ import torch
 
 T = TypeVar("T")
 
-# Levels of attributes of attributes that are searched.
+# The most levels of nested attributes that are searched.
 DEPTH = 20
-# Where a torch module keeps its parts, which look like attributes to its users.
+# The dicts in which a torch module keeps its parts; users reach the parts as attributes of the module.
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -33,13 +33,13 @@ def deep_copy(agent: T) -> T:
         path, value, why = _find_obstacle(agent, "", error)
         what = f"its attribute {path} (of type {type(value).__name__}) cannot be copied" if path else "it raised"
         raise TypeError(
-            f"{name} cannot be copied for an evaluation: {what}: {why}; define {name}.copy_for_evaluation(), which "
-            "returns another agent that acts alike, or keep out of the agent what cannot be copied"
+            f"{name} cannot be copied for an evaluation: {what}: {why}; define {name}.copy_for_evaluation() to return "
+            "another agent that acts the same, or keep objects that cannot be copied out of the agent"
         ) from error
 
 
 def copy_arguments(arguments: T) -> T:
-    """Copies a factory's arguments; pickles them if `deepcopy` fails, as it does for modules."""
+    """Copies a factory's arguments, by `deepcopy` or, if that fails (for a Python module, say), by a pickle."""
     try:
         return copy.deepcopy(arguments)
     except Exception:

@@ -110,7 +110,7 @@ class ModuleAgent(RL_Agent):
             return Categorical(logits=_check_shape(given, (n, int(space.n)), space), validate_args=False)
         if isinstance(space, spaces.MultiDiscrete):
             logits = _check_shape(given, (n, sum(self._sizes)), space).split_with_sizes(self._sizes, 1)
-            # Numbers with fewer values than others get values of probability 0.
+            # A number with fewer values than others is padded with values of probability 0.
             widest = max(self._sizes)
             padded = [torch.nn.functional.pad(one, (0, widest - one.shape[1]), value=-torch.inf) for one in logits]
             return Categorical(logits=torch.stack(padded, 1).reshape(n, *space.shape, widest), validate_args=False)

@@ -166,7 +166,7 @@ class _MaskedDraws:
         mask = observation[self._key]
         if math.prod(mask.shape[1:]) != self._n:
             shape = tuple(mask.shape[1:])
-            raise SpecError(f"{self._what} has rows of shape {shape}, needed is ({self._n},) for {self._space}")
+            raise SpecError(f"{self._what} has rows of shape {shape}, expected ({self._n},) for {self._space}")
         return mask.to("cpu").reshape(len(mask), self._n)
 
     def forget(self) -> None:
@@ -187,18 +187,18 @@ def _draw_function(leaf: Leaf) -> Callable[[int], torch.Tensor]:
         return partial(_draw_whole_numbers, 0, 2, leaf.shape, dtype)
     if isinstance(space, spaces.MultiDiscrete):
         low = space.start.astype(object)
-        return _Whole(low, low + space.nvec.astype(object) - 1, leaf.dtype)
+        return _WholeNumbers(low, low + space.nvec.astype(object) - 1, leaf.dtype)
     assert isinstance(space, spaces.Box)
     if dtype.is_floating_point:
-        return _Real(space, dtype)
-    return _Whole(space.low.astype(object), space.high.astype(object), leaf.dtype)
+        return _RealNumbers(space, dtype)
+    return _WholeNumbers(space.low.astype(object), space.high.astype(object), leaf.dtype)
 
 
 def _draw_whole_numbers(low: int, end: int, shape: tuple[int, ...], dtype: torch.dtype, n: int) -> torch.Tensor:
     return torch.randint(low, end, (n, *shape), dtype=dtype, device="cpu")
 
 
-class _Whole:
+class _WholeNumbers:
     """Draws whole numbers between two bounds, both included, exact over all 64 bits."""
 
     def __init__(self, low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> None:
@@ -235,7 +235,7 @@ class _Whole:
         return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(self._shape)
 
 
-class _Real:
+class _RealNumbers:
     """Draws floats between bounds, either of which may be infinite."""
 
     def __init__(self, space: spaces.Box, dtype: torch.dtype) -> None:

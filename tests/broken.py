@@ -270,7 +270,7 @@ ENVIRONMENTS = {
     ),
     "others in the first pair": (
         changed(first=lambda o, r: (o, r.flip(0))),
-        r"^Broken.step, first pair: running has to be those that were stepped, \[0, 1, 2\], got \[2, 1, 0\]$",
+        r"^Broken.step, first pair: running has to name those that were stepped, \[0, 1, 2\], got \[2, 1, 0\]$",
     ),
     "those left in another order": (
         changed(second=lambda o, r: (o, r.flip(0))), r"some of \[0, 1, 2\], in that order, got \[2, 1, 0\]"
@@ -278,7 +278,7 @@ ENVIRONMENTS = {
     "one that comes back": (Revives, r"some of \[2\], in that order, got \[0, 2\]; one that has stopped comes back"),
     "initial_state after a step": (
         changed(first=with_key("initial_state", flag(True))),
-        "^Broken.step, first pair: 'initial_state' is True; this is what followed a step",
+        "^Broken.step, first pair: 'initial_state' is True; the first pair holds what the step led to",
     ),
     "done, but neither terminated nor truncated": (
         changed(first=with_key("done", flag(True))),
@@ -430,7 +430,7 @@ GYMNASIUM = {
     ),
     "no chance": (
         gym(observation=lambda self: np.zeros(2, np.float32)),
-        "^Broken: seed=0 and seed=1 give the same 100 steps; if there is no chance in it, check with uses_seed=False",
+        "^Broken: seed=0 and seed=1 give the same 100 steps; if it is deterministic, check with uses_seed=False",
     ),
     "a close that fails": (gym(close=lambda self: 1 / 0), r"^Broken.close raised ZeroDivisionError"),
     "a reward that is NaN": (stepping((1, float("nan"))), "^Broken.step: reward is nan, it has to be a finite number$"),

@@ -87,8 +87,8 @@ def test_a_seed_decides_what_is_drawn():
         ([[1, 1], [2, 1]], "must hold 0 and 1, got 2"),
         ([[0.5, 1.0]], "must hold 0 and 1, got 0.5"),
         ([[float("nan"), 1.0]], "must hold 0 and 1, got nan"),
-        ([[1, 1, 1]], "has rows of shape (3,), needed is (2,) for Discrete(2)"),
-        ([1, 1], "has rows of shape (), needed is (2,) for Discrete(2)"),
+        ([[1, 1, 1]], "has rows of shape (3,), expected (2,) for Discrete(2)"),
+        ([1, 1], "has rows of shape (), expected (2,) for Discrete(2)"),
     ],
 )
 def test_a_mask_that_says_nothing_is_refused(mask, words):

@@ -13,10 +13,11 @@ from typing import Any
 from workers import messages, pickling
 from workers.messages import MESSAGE_LENGTH as LENGTH
 
-# Bytes that one call reads: usually, as each call allocates them and few come; and of a message known to be long.
+# The most bytes that one call reads, and the bytes that it allocates: LARGE for a message that is known to be long,
+# SMALL for all others, because most are short.
 SMALL, LARGE = 1 << 13, 1 << 20
-# As plain numbers: joining members of an enumeration runs Python code for every message. On a system without
-# MSG_NOSIGNAL, a program that SIGPIPE kills would end with its first worker.
+# Plain numbers: joining members of an enumeration would run Python code for every message. On a system without
+# MSG_NOSIGNAL, a program that does not ignore SIGPIPE would end with its first worker.
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 SEND_AT_ONCE = DONT_WAIT | int(getattr(socket, "MSG_NOSIGNAL", 0))
 # Seconds that `sched_yield` takes if no other process wants the core; it takes longer if one gets it.
@@ -26,7 +27,7 @@ MAX_MILLISECONDS = 2**31 - 1
 
 
 def deadline_in(seconds: float | None) -> float | None:
-    """Returns the time of `time.monotonic` in so many seconds; None for no deadline."""
+    """Returns what `time.monotonic` will return in this many seconds; None for no deadline."""
     return None if seconds is None else time.monotonic() + float(seconds)  # a numpy.float32 would round the sum
 
 
@@ -124,7 +125,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         while not self.has_message():
-            # Not by recv, which also wakes, for nothing, each time the other side reads.
+            # `recv` would also wake up, for nothing, each time the other side reads.
             self._readable.poll()
             self.read_available()
         return self._take_message()

@@ -63,7 +63,7 @@ class Exchange:
         self, futures: Sequence[Future], n: int | None = None, timeout: float | None = None, fails_fast: bool = False
     ) -> None:
         """Waits for replies; see `WorkerPool.settle`."""
-        self._take_read()
+        self._take_read_replies()
         for each in futures:
             if not each.is_over:
                 each.error = None  # of an earlier wait that was too short
@@ -77,7 +77,7 @@ class Exchange:
             is_past = deadline is not None and now >= deadline
             late = busy if is_past else self._find_overdue(busy, now)
             in_time = [worker for worker in busy if worker not in late]
-            # Even if all are late, one look is taken after `now`: a reply that came in time counts, however late it
+            # Even if all are late, polls once more after `now`: a reply that came in time counts, however late it
             # is read.
             if not self._wait(deadline if in_time else now, in_time) and late and (fails_fast or not in_time):
                 self._fail_late(futures, late, timeout if is_past else self.timeout)
@@ -94,7 +94,7 @@ class Exchange:
 
     def drain(self) -> None:
         """Reads everything that has arrived."""
-        self._take_read()
+        self._take_read_replies()
         while self.watch.wait(time.monotonic(), self._read) and self.find_busy():
             pass
         self._log.deliver()
@@ -134,7 +134,7 @@ class Exchange:
                 self.late.add(each.index)
 
     def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
-        """Waits for the first replies and reads them; False if none came before a deadline, the workers' included."""
+        """Waits for the first replies and reads them; False if none came by the deadline, or by that of a worker."""
         if self.timeout is not None and workers:
             due = min(worker.since for worker in workers) + self.timeout
             deadline = due if deadline is None else min(due, deadline)
@@ -142,7 +142,7 @@ class Exchange:
         self._log.deliver()
         return has_come
 
-    def _take_read(self) -> None:
+    def _take_read_replies(self) -> None:
         """Takes the replies that were read while a request was sent."""
         for worker in self._workers:
             if worker.state is State.BUSY and worker.channel.has_message():

@@ -19,18 +19,18 @@ from workers.failures import Failure
 from workers.pickling import loads
 from workers.start_errors import StartError
 
-# The first byte of every pickle, and of no module's name.
+# Every pickle begins with this byte, and no module's name does.
 PICKLE = b"\x80"
 
 
 class ForkServer(forkserver.ForkServer):
-    """A fork server with its own preload, whatever other servers the program has.
+    """A fork server with a preload of its own, beside any other fork server of the program.
 
     Args:
         preload: modules that it imports.
 
     Attributes:
-        has_answered: whether it has started a process, so that its preload is imported.
+        has_answered: whether it has started a process; its preload is imported by then.
     """
 
     has_answered = False
@@ -73,9 +73,9 @@ class ForkServer(forkserver.ForkServer):
                     os.close(fd)
 
     def give_up(self) -> None:
-        """Makes the next process come from a new server, unless this one is still importing its preload.
+        """Has the next process started by a new server, unless this one is still importing its preload.
 
-        A new one would have to import the same. The old server ends when the last process that it started ends.
+        A new server would have to import the same modules. The old one ends with the last process that it started.
         """
         with self._lock:
             if self.has_answered:
@@ -100,7 +100,7 @@ class ForkServer(forkserver.ForkServer):
         """Reads which modules a server that has ended began to import, and what one of them raised."""
         if self._report_fd is not None:
             with open(self._report_fd, "rb", closefd=False) as file:
-                os.set_blocking(self._report_fd, False)  # processes that it forked may hold the other end
+                os.set_blocking(self._report_fd, False)  # a forked process may hold the other end open
                 self._report += file.read() or b""
         names, data = [], self._report
         while data and not data.startswith(PICKLE):
@@ -119,7 +119,7 @@ class ForkServer(forkserver.ForkServer):
         return None
 
     def _forget_lost_folder(self) -> None:
-        """Forgets the folder of the server's socket if it was deleted, and the server, which cannot be reached."""
+        """If the folder of the server's socket was deleted, forgets it and the server, which cannot be reached."""
         config = process.current_process()._config  # type: ignore[attr-defined]
         folder = config.get("tempdir")
         if folder is not None and not os.path.isdir(folder):
@@ -130,7 +130,7 @@ class ForkServer(forkserver.ForkServer):
                 self._abandon()
 
     def forget_if_ended(self) -> None:
-        """Reaps the server if it has ended; `describe_end` no longer knows its exit code then."""
+        """Reaps the server if it has ended; after that, `describe_end` cannot tell its exit code."""
         with self._lock:
             if self._exit_code() is not None:
                 self._abandon()

@@ -1,4 +1,4 @@
-"""Puts off Ctrl-C while a block of code runs, and drops what the interpreter keeps of the last one."""
+"""Puts off Ctrl-C while a block of code runs, and drops what the interpreter keeps of the last Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _main_thread_id = threading.main_thread().ident
 
 def _note_fork() -> None:
     global _main_thread_id
-    _main_thread_id = threading.main_thread().ident  # of the thread that has forked
+    _main_thread_id = threading.main_thread().ident  # the thread that forked is the main thread here
 
 
 os.register_at_fork(after_in_child=_note_fork)

@@ -161,7 +161,7 @@ def exit_when_readable(pidfd: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends; only Linux does.
+    """Asks the kernel to kill this process when the thread that started it ends; only Linux can.
 
     The thread that watches the main process does not run while an environment's C code holds the interpreter.
     """

@@ -49,7 +49,7 @@ class Build:
     n_replies: ClassVar[int] = 1
 
     @classmethod
-    def here(
+    def from_this_process(
         cls,
         settings: dict[str, bytes],
         setup: bytes,

@@ -12,12 +12,12 @@ import cloudpickle
 
 # cloudpickle's implementation module: its private functions say which parts it pickles.
 _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")
-# How many objects are searched.
+# The most objects that are searched.
 MAX_OBJECTS = 200
 
 
 def explain_pickle_error(objects: Mapping[str, Any]) -> str | None:
-    """Says why the first of these objects that cannot be pickled cannot, and names the part; None if all can.
+    """Explains the first failure to pickle one of these objects, and names the part; None if all can be pickled.
 
     Args:
         objects: the objects, each under its name in the message.
@@ -110,7 +110,7 @@ def _list_parts_of_class(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _try_to_pickle(value: Any) -> Exception | None:
-    """Pickles an object and returns what that raised."""
+    """Tries to pickle an object; returns the exception, or None."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:

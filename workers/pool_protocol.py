@@ -49,7 +49,7 @@ class Pool(Protocol):
         """Replaces workers; for each index, the arguments that its new job is built with."""
 
     def close(self, *, with_earlier: bool = True) -> None:
-        """Closes every job and ends every worker; raises what a job raised, before it too if `with_earlier`."""
+        """Closes every job and ends every worker; raises what closing and, `with_earlier`, other calls raised."""
 
     def kill(self) -> None:
         """Ends every worker at once."""

@@ -1,4 +1,4 @@
-"""Names classes by the package that exports them."""
+"""Gives classes the name of the package that exports them as their `__module__`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ C = TypeVar("C", bound=type)
 
 
 def set_module(package: str) -> Callable[[C], C]:
-    """Has a class say that it is of the package that exports it, not of the file that defines it.
+    """Sets a class's `__module__` to the package that exports it, instead of the file that defines it.
 
-    So pickles, messages and tracebacks name what users import, and files can be moved. The package must give the class
-    by its name.
+    Pickles, messages and tracebacks then name what users import, and files can be moved. The package must export the
+    class under its name.
     """
 
     def decorate(cls: C) -> C:
-        # doctest looks only for classes that say they are of the file, and for those listed here.
+        # doctest finds only classes whose `__module__` is the file, and those listed in `__test__`.
         vars(sys.modules[cls.__module__]).setdefault("__test__", {})[cls.__name__] = cls
         cls.__module__ = package
         return cls

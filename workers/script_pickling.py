@@ -53,10 +53,11 @@ def make_build_request(
             if isinstance(value, type) and _is_defined_in_script(value):  # a worker sends back the same class
                 _cloudpickle._get_or_create_tracker_id(value)
         both = factory if init_worker is None else InitialisingFactory(init_worker, factory)
-        return Build.here(read_settings(SETTINGS), _dump_for_fork(setup), None, _dump_for_fork(both))
+        return Build.from_this_process(read_settings(SETTINGS), _dump_for_fork(setup), None, _dump_for_fork(both))
     values = [value for value in (setup, factory, init_worker) if value is not None]
     data, script = _dump_with_script(*values)
-    return Build.here(read_settings(SETTINGS), data[0], data[2] if len(data) > 2 else None, data[1], script)
+    init_data = data[2] if len(data) > 2 else None
+    return Build.from_this_process(read_settings(SETTINGS), data[0], init_data, data[1], script)
 
 
 class InitialisingFactory:

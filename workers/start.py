@@ -86,7 +86,7 @@ def allow_children_of_daemons() -> Iterator[None]:
 
 
 def dies_with_parent(start_method: str) -> bool:
-    """Whether the thread that starts a worker lives as long as its process: the kernel may kill both together."""
+    """Whether the starting thread lives until its process ends; only then may the kernel end a worker with it."""
     return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
 
 
@@ -175,7 +175,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
                 self._server.forget_if_ended()
 
     def _retry(self, data: bytes) -> None:
-        """Requests the process from a new server, unless the old one reported an error that would end it, too."""
+        """Requests the process from a new server, unless the old one reported an error that would end both."""
         self._server.check_preload()
         try:
             self._request_process(data)

@@ -14,7 +14,7 @@ With `run_ahead=k` there are k + 1 slot buffers, and `execute` orders rollouts u
 while the trainer learns. Orders, updates and resets reach a worker one after another, through its pipe.
 
 Rows of trajectories never cross a pipe. The arena is anonymous: it is freed when the last process that maps it ends,
-however that ends.
+even if it is killed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @set_module("rlstructs")
 class RL_Batcher(BatcherBase):
-    """Runs agents in environments, in worker processes, and hands out what happened.
+    """Runs agents in environments, in worker processes, and hands out their trajectories.
 
     Args:
         n_timesteps: T, the most steps that an environment takes in one rollout.
@@ -72,8 +72,8 @@ class RL_Batcher(BatcherBase):
         env_args: its arguments.
         n_processes: W, the number of worker processes; 0 runs the same rollouts in this process, for debugging.
         seeds: one for each process, which `create_env` gets as it is (environment k of process p then has
-            `seeds[p] + k`); or one int, from which a stream for each environment is derived; None draws an int,
-            differently each time: `stats()["seeds"]` returns it, and given here it repeats the run.
+            `seeds[p] + k`); or one int, from which a stream for each environment is derived; None draws a new
+            int each time, which `stats()["seeds"]` returns: given here, it repeats the run.
         agent_info: an example, one row, of the argument of `reset` and `execute`; None if there is none.
         env_info: an example, one row, of the argument of `reset`.
         agent_seeds: one for each process, for `RL_Agent.seed`; None for the seeds of the environments.
@@ -81,28 +81,28 @@ class RL_Batcher(BatcherBase):
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
         timeout: seconds within which workers must answer, counted from each request; None for no limit. A worker
             that dies or raises is noticed at once either way.
-        on_worker_failure: "raise" raises what happened; "restart" replaces a worker that died, raised or was late.
+        on_worker_failure: "raise" raises the error; "restart" replaces a worker that died, raised or was late.
             Its successor is built from the same factories and arguments, with the next seed of its stream, gets the
             last `update`, and resets its environments; `execute` and `get` wait for its start. A rollout that was lost
-            with a worker has lengths of 0; the rollouts of the other workers are kept. With no processes, what
-            happened is raised.
+            with a worker has lengths of 0; the rollouts of the other workers are kept. With no processes, the
+            error is always raised.
         max_restarts: how many workers may be replaced in all; None for any number. If the successors of one worker
             fail three times in a row before they have begun, the first error is raised, and the batcher has failed.
         run_ahead: k, how many rollouts workers may begin before the trainer has taken the oldest: they collect while
-            it learns. `execute` and `get` keep their meaning, but `get` gives the rollout that was ordered k calls of
-            `execute` ago, and arguments of `execute` and `update` take effect k rollouts later. With one update for
-            each rollout, its weights are at most k updates old; `policy_version` in `info` says of which update they
-            are. Rollouts and their order are the same in every run. `reset` drops what is under way.
+            it learns. `get` then gives the rollout that was ordered k calls of `execute` ago,
+            and arguments of `execute` and `update` take effect k rollouts later. With one update for
+            each rollout, a rollout's weights are at most k updates old; `policy_version` in `info` says which update
+            they came with. Rollouts and their order are the same in every run. `reset` drops what is under way.
         debug: whether padding, and slots between rollouts, hold poison instead of zeros: NaN, or an extreme integer
             (`rlstructs.debug`); a leased tensor then raises when it is used after its release. None for the value of
             the environment variable RLSTRUCTS_DEBUG.
         init_worker: `init_worker(index)` is called in each worker, also in a successor, with the worker's index, before
-            any other code of yours; with no processes once in this process, with 0. For settings that workers do not
+            any other code of yours. With no processes it is called once, with 0. For settings that workers do not
             take over by themselves (see the page on start methods). May be a lambda.
-        memory: what `feed` is called with, if anything.
+        memory: a memory that workers write to, see `feed`; None for none.
 
     Raises:
-        SpecError, TypeError: an argument is not what is needed.
+        SpecError, TypeError: an argument has a wrong value or type.
         OutOfMemoryError: the slots do not fit into memory.
         WorkerError: a worker could not start.
         Exception: what `create_env`, `create_agent` or `init_worker` raised in a worker.
@@ -213,10 +213,11 @@ class RL_Batcher(BatcherBase):
     def rollouts(self, n_steps: int | None = None) -> Iterator[Trajectories]:
         """Yields one rollout after another: `execute` and `get`, after a `reset` if one is due.
 
-        `for trajectories in batcher:` does the same, without end. A loop that was left goes on where it stopped.
+        `for trajectories in batcher:` does the same, without end. After a `break`, a new loop goes on where the last
+        one stopped.
 
         Args:
-            n_steps: ends after the rollout with which so many steps, of all environments together, have been yielded;
+            n_steps: a number of steps of all environments together; the loop ends after the rollout that reaches it.
                 None for no end.
 
         Raises:
@@ -240,7 +241,7 @@ class RL_Batcher(BatcherBase):
             env_info: N rows, likewise; row i is the `options` of environment i's resets.
 
         Raises:
-            SpecError: an info does not match its example; the batcher is as it was.
+            SpecError: an info does not match its example; nothing changes.
             StateError: a rollout is leased: release it first.
             Exception: what an environment raised, or an agent or environment in a rollout that was under way.
         """
@@ -259,15 +260,15 @@ class RL_Batcher(BatcherBase):
     def execute(self, agent_info: DictTensor | None = None) -> None:
         """Starts a rollout and returns at once; `get` gives it, or, with a run-ahead, the oldest one.
 
-        Ctrl-C takes effect once the rollout is started; with no processes once it is over, after five seconds, or when
-        it comes again: then call `reset` next.
+        Ctrl-C takes effect once the rollout is started. With no processes it takes effect once the rollout is over,
+        after five seconds, or at a second Ctrl-C; call `reset` next then.
 
         Args:
             agent_info: N rows that replace the ones in force, from the rollout on that is started now; the rows of
                 environments that have ended are ignored. None, or an empty one, keeps them.
 
         Raises:
-            SpecError: the info does not match its example; the batcher is as it was.
+            SpecError: the info does not match its example; nothing changes.
             StateError: there was no `reset`, a rollout is under way or leased, or every environment has ended.
         """
         self._delivery.drop_lease()
@@ -310,7 +311,7 @@ class RL_Batcher(BatcherBase):
 
         `info`, (B, ...): `agent_info/k`, `env_info/k`, `agent_state/k` as they were before the first step;
         `env_index`, int64, the global index of the environment; and `policy_version`, int64, the number of updates that
-        the agent had had.
+        the agent had received.
 
         Args:
             blocking: whether to wait. Otherwise return `(None, None)` until all of the rollout is there, and wait only
@@ -330,7 +331,7 @@ class RL_Batcher(BatcherBase):
 
         Raises:
             StateError: there was no `execute`.
-            SpecError: an argument does not fit; the rollout can still be had.
+            SpecError: an argument does not fit; the rollout can still be fetched.
             WorkerError: a worker died, or did not answer in time.
             Exception: what an environment or agent raised, with the worker's traceback as its cause.
         """
@@ -339,10 +340,10 @@ class RL_Batcher(BatcherBase):
     def wait(
         self, blocking: bool = True, *, min_workers: int | None = None, preempt: float | None = None
     ) -> tuple[int, int] | tuple[None, None]:
-        """Waits for the rollout that `execute` started, and reads no row of it: for a memory that workers feed.
+        """Waits for the rollout that `execute` started, without reading its rows: for a memory that workers feed.
 
         Args:
-            blocking, min_workers, preempt: see `get`; for nodes `min_workers` counts these.
+            blocking, min_workers, preempt: see `get`; with nodes, `min_workers` counts nodes.
 
         Returns:
             The number of steps, and the number of environments that still run.
@@ -373,8 +374,8 @@ class RL_Batcher(BatcherBase):
         or when it comes again.
 
         Args:
-            info: a `torch.nn.Module`, of which agents get the state dict of its plain twin: without the prefixes that
-                `torch.compile`, `DataParallel` and the like put before names, and with parametrisations applied. Or any
+            info: a `torch.nn.Module`; agents get its state dict, without the prefixes that `torch.compile`,
+                `DataParallel` and the like put before names, and with parametrisations applied. Or any
                 object that can be pickled. It goes through shared memory, once; each agent gets its own tensors with
                 the present values, on the CPU, and may keep and change them.
 

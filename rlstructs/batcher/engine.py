@@ -35,7 +35,7 @@ from workers.pool_protocol import Pool
 
 
 class Outbox(Protocol):
-    """The trainer's end of the way that updates take.
+    """Sends updates from the trainer to the workers.
 
     Attributes:
         version: the number of updates so far.
@@ -54,7 +54,7 @@ class Outbox(Protocol):
 
 
 class Contents(NamedTuple):
-    """What rollouts hold.
+    """The columns and the environments of rollouts.
 
     Attributes:
         layout: the columns of all environments.
@@ -77,7 +77,7 @@ class Engine:
         outbox: brings updates to them.
         n_envs: E, the number of environments of one worker.
         arenas: shared memory, which `free` closes.
-        on_new_episodes: called with the workers whose environments begin new episodes, by `reset` or as successors.
+        on_new_episodes: called with the workers whose environments begin new episodes, by a reset, restart or load.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine:
         # The number of updates before the first one that the outbox counts.
         self._version_before = 0
         self._meter = Meter()
-        # What workers write to; it keeps open what successors have to open.
+        # The feed of a memory. Keeping it keeps the shared memory open, which successors of workers open too.
         self._feed: Feed | None = None
 
     @property
@@ -128,14 +128,14 @@ class Engine:
         self.begin_successors()
 
     def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
-        """The number of workers that `get` waits for; None for all. Raises if one of these arguments of it is wrong."""
+        """The number of workers that `get` waits for; None for all. Raises if an argument of `get` is wrong."""
         if at_least is None and preempt is None:
             return None
         n_running = self.transport.n_running_workers()
         return count_awaited(at_least, preempt, self.supervisor.noun, self.pool.n_workers, n_running)
 
     def is_ready(self, n: int | None, cuts: bool) -> bool:
-        """Whether `collect` would not have to wait; with `cuts`, late workers are told to end once `n` are done."""
+        """Whether `collect` would return at once; with `cuts`, late workers are told to end once `n` are done."""
         if not self.supervisor.is_ready(n):
             return False
         if cuts:
@@ -154,7 +154,7 @@ class Engine:
         return orders, self.transport.make_batch(orders, self._version_before, self.policy_version)
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None = None) -> int:
-        """Goes on to the rollouts after these; returns the number of environments that still run.
+        """Moves on to the rollouts after these; returns the number of environments that still run.
 
         Args:
             orders: the orders that `collect` returned.
@@ -243,7 +243,7 @@ class Engine:
             self._begin_episodes(self.supervisor.take_successors())
 
     def _begin_episodes(self, workers: Collection[int]) -> None:
-        """Expects that the next rollouts of these workers begin new episodes."""
+        """Prepares for new episodes in the next rollouts of these workers."""
         if replaced := self.supervisor.take_replaced():
             self.outbox.forget(replaced)
         if workers:

@@ -1,4 +1,4 @@
-"""The arguments of the constructor that follow from those of `RL_Batcher.make`."""
+"""Turns the arguments of `RL_Batcher.make` into those of the constructor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def constructor_arguments(
 
 
 def _count_workers(n_envs: int, n_workers: int | None) -> int:
-    """The number of workers: the given one, or the largest that divides the environments and has a core for each."""
+    """The given number of workers, or the largest that divides `n_envs` and leaves each worker a core."""
     if n_workers is None:
         return next(n for n in range(min(n_cores(), n_envs), 0, -1) if n_envs % n == 0)
     check_count("n_workers", n_workers, 0)

@@ -21,7 +21,7 @@ def check(out: Trajectories, info: Specs, steps: Specs, lead: tuple[int, int]) -
 
     Args:
         out: the argument.
-        info, steps: shapes, without rows and timesteps, and dtypes of what will be written, by key.
+        info, steps: for each key, the dtype and the shape, without rows and timesteps, that will be written.
         lead: the most rows and the most timesteps that will be written.
 
     Raises:
@@ -42,12 +42,12 @@ def check(out: Trajectories, info: Specs, steps: Specs, lead: tuple[int, int]) -
 
 
 def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ...]) -> None:
-    """Raises SpecError unless values of this spec, after at most `lead` rows and timesteps, fit into a tensor."""
+    """Raises SpecError unless a tensor has room for `lead` rows and timesteps of values of this spec."""
     (shape, dtype), n = spec, len(lead)
     is_large = tensor.ndim == n + len(shape) and all(tensor.shape[axis] >= lead[axis] for axis in range(n))
     if not is_large or tuple(tensor.shape[n:]) != tuple(shape) or tensor.dtype != dtype or tensor.device.type != "cpu":
         needed = f"{(*lead, *shape)} {str(dtype).removeprefix('torch.')}"
-        raise SpecError(f"get: out {key!r} is {show(tensor)} on {tensor.device}, needed is {needed} or more on cpu")
+        raise SpecError(f"get: out {key!r} is {show(tensor)} on {tensor.device}, expected {needed} or more on cpu")
     if tensor.requires_grad or tensor.is_inference():
         raise SpecError(f"get: out {key!r} must neither require a gradient nor be made in inference mode")
     steps = zip(tensor.stride(), tensor.shape, strict=True)

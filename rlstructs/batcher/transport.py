@@ -1,4 +1,4 @@
-"""`Transport`: what the trainer knows of where rollouts are written, and which environments run."""
+"""`Transport`: brings rollouts to the trainer, and knows which environments run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Transport:
         self.infos = {name: info.clone() for name, info in infos.items()}
 
     def set_agent_info(self, info: DictTensor) -> None:
-        """Sets `agent_info` for the rollouts that `write_agent_info` is called for from now on."""
+        """Sets the `agent_info` that later calls of `write_agent_info` write."""
         self.infos["agent_info"] = info.clone()
 
     def write_agent_info(self, worker: int, number: int) -> None:

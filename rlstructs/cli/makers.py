@@ -10,7 +10,7 @@ from rlstructs.agent import RL_Agent
 from rlstructs.envs.registry import import_module
 from rlstructs.errors import SpecError
 from rlstructs.random_agent import RandomAgent
-from rlstructs.rollout.makers import accepted_arguments
+from rlstructs.rollout.makers import select_arguments
 
 
 class NamedAgent:
@@ -31,7 +31,7 @@ class NamedAgent:
             SpecError: there is no such factory, or it makes no agent.
         """
         factory = find_agent(self._name)
-        agent = factory(**accepted_arguments(factory, spaces | self._mask))
+        agent = factory(**select_arguments(factory, spaces | self._mask))
         if not isinstance(agent, RL_Agent):
             raise SpecError(f"--agent {self._name}: must return an RL_Agent, got {type(agent).__name__}")
         return agent

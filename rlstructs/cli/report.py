@@ -36,12 +36,12 @@ WINDOW = 100
 
 
 def is_folder(out: str | None) -> bool:
-    """Whether --out names a folder: what ends in / or has no ending."""
+    """Whether --out names a folder: a name that ends in / or has no file ending."""
     return out is not None and (out.endswith("/") or not Path(out).suffix)
 
 
 def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None) -> None:
-    """Checks before the collection that what is asked for can be written.
+    """Checks before the collection that the files that the options name can be written.
 
     Raises:
         SpecError: see `check_path` and `check_folder`; or minari is not installed.
@@ -115,14 +115,14 @@ def describe(path: Path) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        FileError, SpecError: it is not ours, or damaged.
+        FileError, SpecError: this library did not write it, or it is damaged.
     """
     paths = list_parts(path) if path.is_dir() else [path]
     try:
         headers = [layout.read_header(part) for part in paths]
     except FileError as error:
-        what = "what `rlstructs collect --out` or a `save` of this library wrote"
-        raise FileError(f"{error}; info is for {what}") from error
+        known = "files that `rlstructs collect --out` or a `save` of this library wrote"
+        raise FileError(f"{error}; info reads {known}") from error
     kind, content = headers[0]["class"], _Content()
     if kind in KINDS:
         for part in paths:
@@ -151,7 +151,7 @@ def _shape(headers: list[dict[str, Any]], name: str) -> list[int]:
 
 
 class _Content:
-    """What is told of files that are read one after the other."""
+    """Gathers what `describe` says about the contents of files that are read one after another."""
 
     def __init__(self) -> None:
         self.n_rows = 0
@@ -171,7 +171,7 @@ class _Content:
                 self._episodes = error
 
     def lines(self) -> Iterator[str]:
-        """Lengths and episodes."""
+        """The lines about lengths and episodes."""
         if self._lengths:
             lengths = torch.cat(self._lengths)
             yield f"lengths: {_spread(lengths)}, {int(lengths.sum()):,} steps"
@@ -180,7 +180,7 @@ class _Content:
 
 
 class EndedEpisodes:
-    """Finds the episodes that ended in trajectories, which follow each other rollout by rollout."""
+    """Finds the episodes that ended in trajectories, which are added in the order of their rollouts."""
 
     def __init__(self) -> None:
         self._tracker, self._ended = EpisodeTracker(), list[DictTensor]()
@@ -255,10 +255,10 @@ def figure(settings: Settings, collected: Collected) -> Any:
 
 
 def end_steps(episodes: DictTensor) -> np.ndarray:
-    """The step of its environment at which each episode ended, counted from the first step; (K,).
+    """For each episode, the number of steps that its environment had made when it ended; (K,).
 
     Args:
-        episodes: all that ended since the environments were reset; for each environment in the order of time.
+        episodes: all that ended since the environments were reset; those of one environment in the order of their ends.
     """
     env_index, lengths = episodes["env_index"].numpy(), episodes["length"].numpy()
     order = np.argsort(env_index, kind="stable")
@@ -271,7 +271,7 @@ def end_steps(episodes: DictTensor) -> np.ndarray:
 
 
 def running_means(at: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means of the last `window` values, or of more if more of them belong to one step.
+    """The mean, at each step, of the last `window` values, or of all values of that step if those are more.
 
     Args:
         at: the step of each value, ascending, (K,).
@@ -314,7 +314,7 @@ def _episodes(found: EndedEpisodes | SpecError) -> str:
 
 
 def _fresh_environments(rollout: Trajectories) -> np.ndarray:
-    """The environments that begin an episode here: after a reset or the loss of a worker, the last one never ends."""
+    """The environments that begin an episode here; after a reset or a lost worker, their last one never ended."""
     steps, env_index, key = rollout.trajectories, rollout.info["env_index"].numpy(), "observation/initial_state"
     if key not in steps:
         return env_index[:0]

@@ -11,9 +11,9 @@ from typing import Any
 from rlstructs.errors import OutOfMemoryError, SpecError
 
 # In bytes. A smaller reply is sent directly: the object store takes 4 ms on two busy cores. Ray's own limit is a tenth
-# of this, and counts in the process that sends, so actors are started with this one.
+# of this. The process that sends applies the limit, so actors are started with this one.
 INLINE = 2**20
-# In bytes. A smaller value is sent with each request; Ray takes up to twice as much there.
+# In bytes. A smaller value is sent with each request; Ray allows up to twice as much.
 SMALL = 50 * 1024
 # The share of an object store above which Ray begins to write objects to a disk.
 USABLE = 0.8
@@ -201,7 +201,7 @@ def check_store(what: str, needs: Mapping[str, int]) -> None:
         if machine is not None and nbytes > USABLE * machine.store_nbytes:
             raise OutOfMemoryError(
                 f"{what} take {nbytes:,} bytes of the object store of {machine.address} (node {node_id[:8]} of Ray), "
-                f"which has {machine.store_nbytes:,}, and writes what is above {USABLE:.0%} of it to a disk: start Ray "
+                f"which has {machine.store_nbytes:,}; Ray writes what is above {USABLE:.0%} of it to a disk: start Ray "
                 "there with a larger object_store_memory, "
                 "or take fewer environments, timesteps or nodes, or less run_ahead"
             )

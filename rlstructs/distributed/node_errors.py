@@ -10,7 +10,7 @@ from workers import failures
 
 
 def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:
-    """Makes the error for a node's reply that its oldest request failed; `place` says where: "on node 0"."""
+    """Makes the error for a reply that says that a node's oldest request failed; `place` says where: "on node 0"."""
     error = reply.failure.to_exception(reply.worker_index, node.requests[0].asked.label)
     if isinstance(error, WorkerError):
         error.args, error.worker_index = (f"{place}: {error}",), reply.worker_index

@@ -18,13 +18,13 @@ from rlstructs.structures.trajectories import Trajectories
 
 
 class NodeTransport(Transport):
-    """The transport of nodes that send node parts.
+    """Brings rollouts from nodes, each in one node part.
 
     Args:
         layout, blocks: see `Transport`.
         n_rollouts: how many rollouts of one node may be under way at once.
         send_infos: sends `agent_info` and `env_info` to the nodes.
-        cut: makes a node end its rollouts below a number; called with the node's index and the number.
+        cut: called with a node's index and a number; makes the node end its rollouts below that number.
         poisons: whether the padding of batches holds poison instead of zeros.
         all_may_run: whether nodes replace workers, so that environments that had ended may run again.
     """

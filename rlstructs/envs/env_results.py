@@ -14,7 +14,7 @@ STEP = ("observation", "reward", "terminated", "truncated", "info")
 RESET = ("observation", "info")
 # Number of values that `step` returned in gym before version 0.26.
 OLD_STEP = 4
-OLD = "gym's old interface: wrap it, by shimmy's GymV21CompatibilityV0 for one"
+OLD = "gym's old interface: wrap it, for example with shimmy's GymV21CompatibilityV0"
 # Begins the note that names an environment.
 ORIGIN = "raised by "
 #: Stands for the result of a step that has not returned yet.
@@ -22,7 +22,7 @@ NO_RESULT = object()
 
 
 def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> None:
-    """Adds a note to an error that names the environment which raised it, unless there is one.
+    """Adds a note that names the environment to the error that it raised, unless there is such a note.
 
     Args:
         error: what was raised.
@@ -39,7 +39,7 @@ def explain_step_error(error: Exception, result: Any, env: Any, k: int) -> None:
     """Names the environment in an error of its step; raises a clearer one if the step returned something wrong.
 
     Raises:
-        SpecError: the result is not gymnasium's.
+        SpecError: the result is not what gymnasium's `step` returns.
     """
     trace = error.__traceback__
     if result is not NO_RESULT and trace is not None and trace.tb_next is None:  # not raised in the environment
@@ -89,7 +89,7 @@ def reward_array(rewards: list[Any], running: Iterable[object]) -> np.ndarray:
 
 
 def _try_array(values: Any) -> np.ndarray:
-    """The values as an array; an array of None where numpy makes none of them."""
+    """Converts values to an array; returns an array of None if numpy cannot."""
     try:
         return np.asarray(values)
     except (TypeError, ValueError):  # their shapes differ

@@ -122,7 +122,7 @@ def _to_number(value: Any, name: str, dtype: np.dtype[Any], env: object) -> Any:
 
 
 def _look_up_column(infos: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """The rows under a name, or None, and the mask of the environments that have it, None for all."""
+    """Finds the rows under a name (None: there are none), and the mask of environments that have it (None: all)."""
     if name in infos:
         return infos[name], infos.get(f"_{name}")
     first, _, rest = name.partition("/")

@@ -27,7 +27,7 @@ from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
 from rlstructs.shared.packing import RECORD, Packing, Rows
 
-# From so many keys on, it is faster to build the arrays of all columns at once.
+# With this many keys or more, it is faster to build the arrays of all columns at once.
 MANY = 8
 
 
@@ -76,7 +76,8 @@ class NormalizeObservation(NormalizingEnv):
         self, env: VecEnv, *, keys: Sequence[str] | None = None, epsilon: float = 1e-8, clip: float | None = 10.0
     ) -> None:
         self._keys = None if keys is None else list(check_names("keys", keys))
-        self._epsilon, self._clip = _positive("epsilon", epsilon), None if clip is None else _positive("clip", clip)
+        self._epsilon = _check_positive("epsilon", epsilon)
+        self._clip = None if clip is None else _check_positive("clip", clip)
         super().__init__(env)
 
     def _make_scales(self, packing: Packing) -> dict[str, Scale]:
@@ -96,7 +97,7 @@ class NormalizeObservation(NormalizingEnv):
         arrays = self._arrays(rows)
         for key, scale in self._columns:
             values = arrays[key]
-            scale.add(self._present(values))
+            scale.add(self._drop_absent(values))
             scale.apply(values)
         return rows
 
@@ -106,15 +107,15 @@ class NormalizeObservation(NormalizingEnv):
         is_first = None if fresh is None else after["done"][step.reset].astype(bool)
         for key, scale in self._columns:
             values = after[key]
-            scale.add(self._present(values))
+            scale.add(self._drop_absent(values))
             if fresh is not None:
                 scale.add(fresh[key][is_first])
                 scale.apply(fresh[key])
             scale.apply(values)
         return step
 
-    def _present(self, values: np.ndarray) -> np.ndarray:
-        """The values of rows that show something."""
+    def _drop_absent(self, values: np.ndarray) -> np.ndarray:
+        """Drops the rows of absent environments from values."""
         absent = self._env.absent_rows
         return np.delete(values, absent, axis=0) if absent.size else values
 
@@ -130,7 +131,7 @@ class NormalizeReward(NormalizingEnv):
     episode ended; every value is counted. The mean is not subtracted. The environment's own reward is kept as
     `raw_reward`, which `RL_Batcher.episodes` and `evaluate` add up.
 
-    Statistics are shared, and change, as those of `NormalizeObservation`.
+    The statistics are shared, and updated, like those of `NormalizeObservation`.
 
     Args:
         env: any `VecEnv` with a floating-point `reward` and `done`, (B,). Every other attribute is that of `env`.
@@ -158,7 +159,8 @@ class NormalizeReward(NormalizingEnv):
         if not 0 <= gamma <= 1:
             raise SpecError(f"gamma must lie in [0, 1], got {gamma}")
         self._gamma = float(gamma)
-        self._epsilon, self._clip = _positive("epsilon", epsilon), None if clip is None else _positive("clip", clip)
+        self._epsilon = _check_positive("epsilon", epsilon)
+        self._clip = None if clip is None else _check_positive("clip", clip)
         super().__init__(env)
         self._returns = np.zeros(env.n_envs())
 
@@ -218,7 +220,7 @@ class NormalizeReward(NormalizingEnv):
 
 
 def _record(rows: Rows) -> np.ndarray:
-    """The record of columns with one number per row, such as reward and flags."""
+    """The record that holds all columns with one number per row, such as reward and flags."""
     return rows.blocks[RECORD].view(rows.packing.record)
 
 
@@ -227,7 +229,7 @@ def _check_done(env: NormalizingEnv, packing: Packing) -> None:
         raise SpecError(f"{type(env).__name__}: the environment gives no 'done' of shape (B,): {packing.specs}")
 
 
-def _positive(name: str, value: float) -> float:
+def _check_positive(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0 < value < math.inf:

@@ -29,8 +29,8 @@ GZIP, FLETCHER32, LZF = 1, 3, 32000
 PACKED = ([GZIP, FLETCHER32], [LZF, FLETCHER32], [GZIP], [LZF])
 # The attribute of an array that holds its checksum.
 CHECKSUM = "crc32"
-# Bytes of a chunk of an array of a megabyte; the factor by which they grow for an array ten times as large; the least
-# and the most; and the factor by which a chunk that is read may exceed that, because libhdf5 unpacks whole chunks.
+# Bytes of a chunk of a 1 MB array; their growth for an array ten times as large; the least and the most. MARGIN: how
+# many times larger a chunk may be that is read. It is limited because libhdf5 unpacks whole chunks.
 CHUNK, GROWTH, LEAST, MOST, MARGIN = 1 << 14, 2.0, 1 << 13, 1 << 20, 1.5
 # Bytes by which compression and the checksum may lengthen a small chunk.
 LONGER = 64

@@ -63,7 +63,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             self._envs.close()
             raise TypeError(f"env_fns: tianshou takes observations that are arrays or a Dict, got {self._space}")
         self.env_num = self.wait_num = self._envs.num_envs
-        # The same objects each time, as of `DummyVectorEnv`: a `Collector` draws random actions from them.
+        # The same objects each time, as in `DummyVectorEnv`: a `Collector` draws random actions from them.
         self._action_spaces = self._calls.apply(methodcaller("get_wrapper_attr", "action_space"))
 
     @property
@@ -103,12 +103,12 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             id: index or n indexes of environments, each once; None for all.
 
         Returns:
-            Observations (n, ...), as of `reset`; rewards float64, terminations and truncations bool (n,); and infos
-            (n,), dicts with `env_id`.
+            Observations (n, ...), like those of `reset`; rewards float64, terminations and truncations bool (n,); and
+            infos (n,), dicts with `env_id`.
 
         Raises:
-            StateError: an environment has ended and was not reset; none has been stepped.
-            SpecError: the number of actions is not that of environments.
+            StateError: an environment has ended and was not reset; no environment was stepped.
+            SpecError: the numbers of actions and of environments differ.
         """
         envs = self._check_ids("step", id)
         actions = self._batch_actions(action, len(envs))
@@ -157,7 +157,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         """Reads an attribute of each environment, or of those of `id`.
 
         Raises:
-            AttributeError: one has no such attribute, and no wrapper of it has.
+            AttributeError: neither an environment nor a wrapper of it has the attribute.
         """
         if key == "action_space":
             return [self._action_spaces[env] for env in self._check_ids("get_env_attr", id)]
@@ -187,7 +187,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         return self._observe(envs), infos
 
     def _observe(self, envs: np.ndarray) -> np.ndarray:
-        """Copies of the newest observations of environments, as `DummyVectorEnv` stacks them."""
+        """Copies of the newest observations of environments, stacked the way `DummyVectorEnv` does it."""
         batch = self._columns.batch_some(envs)
         return batch if isinstance(batch, np.ndarray) else np.stack(list(iterate(self._envs.observation_space, batch)))
 

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="valid-type,untyped-decorator,no-untyped-def,no-any-return,operator"
-# ruff: noqa: UP018 # a bool that changes in a loop is none of Python's to Warp
+# ruff: noqa: UP018 # Warp needs `bool(False)` for a bool that changes in a loop
 """Warp kernels of the functions of this package, in 32 and in 64 bits.
 
-A thread walks over one row, from its last step to its first; of n-step returns each step has a thread. Tensors (B, T)
+A thread walks over one row, from its last step to its first; for n-step returns, each step has a thread. Tensors (B, T)
 come as the addresses of their contiguous memory, because Warp needs as long for the arrays of a launch as for thousands
-of steps. An address of 0 stands for no tensor. `t` counts steps over all rows. A value that does not follow is never
-multiplied by 0, because it may be NaN.
+of steps. An address of 0 stands for no tensor. `t` counts steps over all rows. Values that must not count are left
+out, not multiplied by 0, because they may be NaN.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ LOG = logging.getLogger("rlstructs")
 TWO_RESULTS = {"gae", "vtrace"}
 THREAD_PER_STEP = {"n_step_returns"}
 
-# Torch goes over all steps once for each doubling of T, or n times. In fewer rounds than these it is as fast as a
-# kernel. With fewer steps a kernel saves less than 0.2 ms, for which it is not loaded; more it cannot count.
+# Torch goes over all steps once for each doubling of T, or n times for n-step returns. With fewer rounds than
+# FEWEST_ROUNDS it is as fast as a kernel. With fewer steps than FEWEST_STEPS a kernel saves less than 0.2 ms, and is
+# not loaded. A kernel cannot count more than MOST_STEPS steps.
 FEWEST_ROUNDS, FEWEST_STEPS, MOST_STEPS = 4, 2048, 2**30
 # A thread of a GPU waits for memory at each step of its row, while torch's rounds use all of the GPU. An estimate.
 MOST_TIMESTEPS_ON_GPU = 2048
@@ -60,7 +61,7 @@ def launch(
         inputs += [*numbers, *map(_address, results)]
     except RuntimeError:  # of torch too: inside vmap, say, tensors have no memory
         return None
-    start = _started(rewards.device, rewards.dtype)
+    start = _get_start(rewards.device, rewards.dtype)
     if start is None:
         return None
     start(name, n_elems * n_timesteps if name in THREAD_PER_STEP else n_elems, inputs)
@@ -68,7 +69,7 @@ def launch(
 
 
 def _suits(name: str, given: Given, numbers: tuple[float, ...]) -> bool:
-    """Whether a kernel computes this as it should be computed, and sooner than torch."""
+    """Whether a kernel computes this correctly, and faster than torch."""
     rewards = given.rewards
     n_timesteps, n_steps, kind = rewards.shape[1], rewards.numel(), rewards.device.type
     n_rounds = numbers[0] if name == "n_step_returns" else n_timesteps.bit_length()
@@ -104,8 +105,8 @@ def _address(tensor: torch.Tensor | None) -> int:
     return tensor.data_ptr()
 
 
-def _started(device: torch.device, dtype: torch.dtype) -> Start | None:
-    """What starts the kernels, which are compiled for the first process that asks, and loaded for others."""
+def _get_start(device: torch.device, dtype: torch.dtype) -> Start | None:
+    """Returns the function that starts the kernels. The first process compiles them, others load the result."""
     key = device, dtype
     if key not in _starts:
         with quiet_warp():  # one thread at a time
@@ -131,6 +132,6 @@ def _load(device: torch.device, dtype: torch.dtype) -> Start | None:
         start = on_gpu if device.type == "cuda" else on_cpu
         start("discounted_returns", 1, [0] * 9)  # over no step, so that the kernels are loaded here
     except Exception as error:
-        LOG.warning("Warp cannot load the kernels of returns, torch takes longer to compute them: %s", error)
+        LOG.warning("Warp cannot load the kernels of returns; torch computes returns instead, more slowly: %s", error)
         return None
     return start

@@ -40,7 +40,7 @@ class Evaluation:
 
     Args:
         create_env: makes E environments for the evaluation; they are closed at the end.
-        agent: its `copy_for_evaluation` acts.
+        agent: makes the copy that acts, by `copy_for_evaluation`.
         layout: layout of the batcher's slots.
         seed: seeds the global streams of the evaluation; the worker's own streams do not change.
         wanted: int64 (E,), the number of episodes for each environment.
@@ -112,6 +112,6 @@ class Evaluation:
 
 
 def seed_agent(agent: RL_Agent, seed: int) -> None:
-    """Seeds an agent, unless it has no method `seed`, as an agent that is no `RL_Agent` may."""
+    """Seeds an agent if it has a method `seed`; an agent that does not derive from `RL_Agent` may lack one."""
     if callable(getattr(agent, "seed", None)):
         agent.seed(seed)

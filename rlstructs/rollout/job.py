@@ -86,7 +86,7 @@ class RolloutJob:
         self._inbox = Inbox(self.weights_arena)
         self.error: BaseException | None = None
         self._progress: Progress | None = None
-        # For environments that can be stepped in groups, which have a progress each in place of `_progress`.
+        # For environments that are stepped in groups: each group has its own progress, in place of `_progress`.
         self._groups: Sequence[SplitEnv] = ()
         self._group_slots: list[list[Slots]] = []
         self._group_progress: list[Progress] = []
@@ -95,7 +95,7 @@ class RolloutJob:
         self._feed: Feed | None = None
 
     def describe(self) -> JobDescription:
-        """Counts the environments; of worker 0 with the specs."""
+        """Returns the number of environments, and the specs if this worker has found them."""
         return JobDescription(self._env.n_envs(), self.specs)
 
     def attach(self, slot_buffers: SlotBuffers) -> None:
@@ -107,7 +107,7 @@ class RolloutJob:
         self._attach_groups()
 
     def feed(self, packed: bytes) -> None:
-        """Has the steps of later rollouts written to a memory, too.
+        """Makes later rollouts write their steps to a memory, too.
 
         Args:
             packed: a `Feed`, packed by `workers.attaching`.
@@ -201,7 +201,7 @@ class RolloutJob:
     def renew(
         self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
     ) -> None:
-        """Closes the environments and makes new ones, for the agent as it is.
+        """Closes the environments and makes new ones; keeps the agent.
 
         Args:
             seeds, agent_seeds: as in `JobSettings`.
@@ -306,7 +306,7 @@ class RolloutJob:
 
         Args:
             env: the environments; they are reset and closed if there is no example.
-            example: first observations.
+            example: first observations; None to get them from a reset.
             agent_args: arguments of the agent, which it may change.
         """
         settings, n = self.settings, env.n_envs()

@@ -39,7 +39,7 @@ class JobSettings:
         return dataclasses.replace(self, seeds=seeds, agent_seeds=agent_seeds)
 
     def with_copied_arguments(self) -> JobSettings:
-        """The settings with copies of the arguments, which a worker in another process would get."""
+        """The settings with copied arguments, like those that a worker in another process gets."""
         both = self.agent_args, self.env_args  # copied together: an object in both stays one object
         agent_args, env_args = copy_arguments(both)
         return dataclasses.replace(self, agent_args=agent_args, env_args=env_args)

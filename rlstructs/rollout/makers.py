@@ -54,7 +54,7 @@ class Makers:
             SpecError: it makes another number of them.
         """
         offered = {"n_envs": self._n_envs, "num_envs": self._n_envs, "seed": seed}
-        arguments = accepted_arguments(self._make, offered, only_named=True)  # `gymnasium.make` takes any
+        arguments = select_arguments(self._make, offered, only_named=True)  # `gymnasium.make` has `**kwargs`
         first = call_factory("env is called", self._make, arguments)
         if isinstance(first, gymnasium.Env):
             made: Any = self._kind([first, *(self._make(**arguments) for _ in range(self._n_envs - 1))], seed)
@@ -81,7 +81,7 @@ class Makers:
         if isinstance(agent, RL_Agent):
             return copy_arguments(agent)
         if not isinstance(agent, torch.nn.Module):
-            agent = call_factory("agent is called", agent, accepted_arguments(agent, self._spaces))
+            agent = call_factory("agent is called", agent, select_arguments(agent, self._spaces))
         if isinstance(agent, torch.nn.Module) and not isinstance(agent, RL_Agent):
             return ModuleAgent(agent, self._action_space(), self._spaces["observation_space"], self._device)
         if not isinstance(agent, RL_Agent):
@@ -95,10 +95,10 @@ class Makers:
         return space
 
 
-def accepted_arguments(
+def select_arguments(
     function: Callable[..., Any], arguments: dict[str, Any], only_named: bool = False
 ) -> dict[str, Any]:
-    """The arguments that a function takes by keyword; with `only_named`, `**kwargs` takes none."""
+    """Selects the arguments that a function takes by keyword; with `only_named`, `**kwargs` takes none."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature

@@ -213,7 +213,7 @@ class Rollout:
     def _skip_idle(
         self, t: int, rows: np.ndarray | None, idle: np.ndarray, before: DictTensor | None, state: DictTensor
     ) -> DictTensor:
-        """Notes the rows that only started an episode; returns the state, in these rows the one before the step."""
+        """Notes the rows that only started an episode; returns the state, restored in these rows to before the step."""
         if self._needs_history:
             raise SpecError(
                 "agent: its history would hold steps that are no transitions; an agent that requires a history "

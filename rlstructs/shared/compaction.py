@@ -20,7 +20,7 @@ class Mover:
 
         Args:
             gaps: rows, ascending, and places of the K steps to remove, int64 (K,) each; None if there are none. A place
-                counts only the steps of its row that stay.
+                is the number of steps before it in its row that stay.
         """
         self._gaps = gaps
         self._ready.clear()

@@ -61,7 +61,7 @@ class Packing:
 def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
     """The dtype of a record with these fields: each is aligned to its size, the record to the widest field."""
     offsets, offset = {}, 0
-    # Also by name, because environments in other processes may order their keys differently.
+    # Sorted by name too, because environments in other processes may order their keys differently.
     for key, (_, dtype) in sorted(specs.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
         offsets[key], offset = offset, offset + dtype.itemsize
     widest = max((dtype.itemsize for _, dtype in specs.values()), default=1)

@@ -1,4 +1,4 @@
-"""Sends updates of `RL_Batcher.update`, any object, to workers through shared memory.
+"""Sends the objects that `RL_Batcher.update` is given to workers, through shared memory.
 
 The trainer writes an update once for all workers, into a free region of the arena. A worker's tensors are views of the
 region, which it maps privately: nobody else sees what it writes to them. A region is overwritten only after every
@@ -28,7 +28,8 @@ from workers.pickling import Unpickler
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64
 
-# An entry of /proc/self/pagemap, and its bits: the page is in memory or swapped out; it is not a private copy.
+# The dtype of an entry of /proc/self/pagemap, and masks of its bits: the page is in memory or in swap; the page is
+# not a private copy.
 PAGE_ENTRY = np.dtype(np.uint64)
 PRESENT, FILE_BACKED = np.uint64(3 << 62), np.uint64(1 << 61)
 # The number of regions that a worker keeps mapped.
@@ -148,7 +149,7 @@ class Outbox:
 
     Args:
         arena: the arena to write to.
-        n_pending: number of updates that workers may not have answered when the next one is written.
+        n_pending: the most updates that may lack a worker's reply when the next one is written.
         settle: waits for the replies to requests.
 
     Attributes:
@@ -172,7 +173,7 @@ class Outbox:
         return packed
 
     def record_sent(self, packed: Packed, asked: list[Future]) -> None:
-        """Records that workers were sent this update; they reply with what `Inbox.held` returns."""
+        """Records that workers were sent this update; they reply with what `Inbox.held_versions` returns."""
         self._written.append((packed, asked))
         self.version = packed.version
 
@@ -213,7 +214,7 @@ class Inbox:
     def __init__(self, arena: SharedArena) -> None:
         self._arena, self.version = arena, 0
         self._regions: dict[int, weakref.ref[np.ndarray]] = {}
-        # By offset and size. Kept, because mapping memory and touching it takes as long as copying it.
+        # Mappings by offset and size, kept because mapping memory and touching it takes as long as copying it.
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def unpack(self, packed: Packed) -> Any:
@@ -226,7 +227,7 @@ class Inbox:
         return _Unpacker(io.BytesIO(pickled), raw).load()
 
     def _map(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Maps a region privately with its present content, or returns such a mapping if it has one."""
+        """Maps a region privately with its present content, or returns a mapping that still has this content."""
         place = offset, nbytes
         found = self._maps.pop(place, None)
         if found is None or _is_written(found):

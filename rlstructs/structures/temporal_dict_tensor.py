@@ -129,7 +129,7 @@ class TemporalDictTensor(TensorMap):
         return bool((self.lengths == self.n_timesteps()).all())
 
     def zero_padding(self) -> TemporalDictTensor:
-        """This object if it has no padding, otherwise a copy with zeros in it."""
+        """This object if it has no padding, otherwise a copy with zeros in the padding."""
         if self.full():
             return self
         mask = self.mask(torch.bool)

@@ -1,4 +1,4 @@
-"""An agent that raises where it returns something wrong."""
+"""`CheckedAgent`: checks what an agent returns, and raises if it is wrong."""
 
 from __future__ import annotations
 

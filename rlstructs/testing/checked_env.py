@@ -1,4 +1,4 @@
-"""A `VecEnv` that raises where it returns something wrong."""
+"""`CheckedEnv`: checks what a `VecEnv` returns, and raises if it is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlstructs.structures.tree import equal, show
 ENDS = ("terminated", "truncated")
 DONE, START = "done", "initial_state"
 FLAGS = (DONE, *ENDS, START)
-# How many of the last observations are checked again later: few rings of buffers are longer.
+# How many of the last observations are checked for later writes: few environments take turns with more buffers.
 REMEMBERED = 8
 
 
@@ -44,7 +44,7 @@ class CheckedEnv:
         self.running = torch.zeros(0, dtype=torch.int64, device="cpu")
         # Environments whose episode has ended, and whose next step may only start another one.
         self._ended = torch.zeros(self._n, dtype=torch.bool, device="cpu")
-        # Environments that wait for an episode, and whose next step may be no transition.
+        # Environments that wait for an episode, and whose next step need not be a transition.
         self._absent = torch.zeros(self._n, dtype=torch.bool, device="cpu")
 
     def reset(self) -> DictTensor:
@@ -78,10 +78,10 @@ class CheckedEnv:
         self._check_observation(f"{where}, first pair", after, self.running.numel())
         if not torch.equal(before, self.running):
             raise SpecError(
-                f"{where}, first pair: running has to be those that were stepped, {self.running.tolist()}, "
+                f"{where}, first pair: running has to name those that were stepped, {self.running.tolist()}, "
                 f"got {before.tolist()}"
             )
-        kept = self._kept(left)
+        kept = self._find_kept(left)
         self._check_observation(f"{where}, second pair", following, left.numel())
         only_starts = _find_starts(where, before, after, self._ended[before], self._absent[before])
         self._ended[:] = False
@@ -93,7 +93,7 @@ class CheckedEnv:
         return after, following
 
     def _note_absent(self, running: torch.Tensor) -> None:
-        """Notes which of these environments wait for an episode, if the environment tells."""
+        """Notes which of these environments wait for an episode, if the environment has `absent_rows`."""
         self._absent[:] = False
         self._absent[running[torch.as_tensor(getattr(self._env, "absent_rows", []), dtype=torch.int64)]] = True
 
@@ -115,8 +115,8 @@ class CheckedEnv:
             raise SpecError(f"{where}: running must be int64 with one axis, got {show(running)}")
         return observation, running.to(torch.int64)
 
-    def _kept(self, left: torch.Tensor) -> torch.Tensor:
-        """Which of the rows that were stepped still run."""
+    def _find_kept(self, left: torch.Tensor) -> torch.Tensor:
+        """Finds the rows, among those that were stepped, whose environments still run."""
         kept = torch.searchsorted(self.running, left)
         known = bool((kept < self.running.numel()).all()) and torch.equal(self.running[kept], left)
         if not known or not (left.diff() > 0).all():
@@ -185,15 +185,15 @@ def _check_numbers(where: str, key: str, tensor: torch.Tensor) -> None:
 def _find_starts(
     where: str, before: torch.Tensor, after: DictTensor, ended: torch.Tensor, absent: torch.Tensor
 ) -> torch.Tensor:
-    """Which environments only started an episode in a step, or waited for one: those that ended, or were absent."""
+    """Finds the environments that made no transition in a step, because they started an episode or waited for one."""
     starts = after[START] if START in after else torch.zeros_like(ended)
     if (wrong := ended & ~starts).any():
         raise SpecError(f"{where}: environment {int(before[wrong][0])} ended its episode and goes on, but its "
-                        "'initial_state' was False in the second pair, and is so in the first pair of the step after: "
+                        "'initial_state' was False in the second pair and in the first pair of the next step: "
                         "the agent would not learn that another episode begins")  # fmt: skip
     if (starts & ~ended & ~absent).any():
-        raise SpecError(f"{where}, first pair: 'initial_state' is True; this is what followed a step, also where an "
-                        "episode ended. What a reset gave belongs into the second pair")  # fmt: skip
+        raise SpecError(f"{where}, first pair: 'initial_state' is True; the first pair holds what the step led to, "
+                        "even if the episode ended. What a reset gave belongs in the second pair")  # fmt: skip
     return starts
 
 
@@ -216,7 +216,7 @@ def _check_ends(
     """Raises unless the agent sees next what the step led to, except where an episode ended.
 
     Returns:
-        Which of the environments that still run have ended, and start an episode only in their next step.
+        Which of the environments that still run have ended their episode and start another only in their next step.
     """
     done = done_of(after)
     stopped = torch.ones(before.numel(), dtype=torch.bool, device="cpu")
@@ -249,7 +249,7 @@ def _check_row(where: str, environment: int, after: DictTensor, following: DictT
     if ended:
         if set_flags := [key for key in (DONE, *ENDS) if key in following and bool(following[key])]:
             raise SpecError(f"{where}, second pair: {set_flags[0]!r} of environment {environment} has to be False in a "
-                            "first observation; what ended belongs into the first pair")  # fmt: skip
+                            "first observation; the end of an episode belongs in the first pair")  # fmt: skip
         return
     if starts:
         raise SpecError(f"{where}, second pair: 'initial_state' of environment {environment} is True, but its episode "
@@ -263,7 +263,7 @@ def _check_row(where: str, environment: int, after: DictTensor, following: DictT
 
 
 def done_of(after: DictTensor) -> torch.Tensor | None:
-    """Bool, which rows ended their episode in a step; None if no key says so."""
+    """Whether each row ended its episode in a step, bool (B,); None if no key tells."""
     if DONE in after:
         return after[DONE]
     ends = [after[key] for key in ENDS if key in after]

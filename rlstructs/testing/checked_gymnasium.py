@@ -27,8 +27,8 @@ RUNNING_MEANS = (
 )  # fmt: skip
 
 
-def innermost(env: VecEnv) -> Any:
-    """The environment below all wrappers that keep the wrapped one in `_env`."""
+def find_innermost(env: VecEnv) -> Any:
+    """Finds the environment below all wrappers that keep the wrapped one in `_env`."""
     while "_env" in getattr(env, "__dict__", {}) and not isinstance(env, (GymEnv, GymVectorEnv)):
         env = env.__dict__["_env"]
     return env
@@ -36,7 +36,7 @@ def innermost(env: VecEnv) -> Any:
 
 def install_gymnasium_checks(env: VecEnv) -> None:
     """Wraps the gymnasium environments below `env` so that they raise if they return something wrong."""
-    inner = innermost(env)
+    inner = find_innermost(env)
     if isinstance(inner, GymEnv):
         inner._envs = [
             each if isinstance(each, CheckedGym) else CheckedGym(each, type(each.unwrapped).__name__, is_given=False)
@@ -48,7 +48,7 @@ def install_gymnasium_checks(env: VecEnv) -> None:
 
 def remove_gymnasium_checks(env: VecEnv) -> None:
     """Undoes `install_gymnasium_checks`."""
-    inner = innermost(env)
+    inner = find_innermost(env)
     if isinstance(inner, GymEnv):
         inner._envs = [each.env if isinstance(each, CheckedGym) else each for each in inner._envs]
     elif isinstance(inner, GymVectorEnv) and isinstance(inner._envs, CheckedVector):
@@ -57,7 +57,7 @@ def remove_gymnasium_checks(env: VecEnv) -> None:
 
 def restarts_with_seed(env: VecEnv) -> bool:
     """Whether a reset with a seed has to bring back the environment's first state."""
-    inner = innermost(env)
+    inner = find_innermost(env)
     if row_env(env).shared_statistics() is not None:
         return False  # statistics survive resets
     if isinstance(inner, GymVectorEnv):
@@ -67,7 +67,7 @@ def restarts_with_seed(env: VecEnv) -> bool:
 
 def seed_next_reset(env: VecEnv, seed: int) -> bool:
     """Makes the next reset use the seeds of the first one; returns whether the environment takes seeds."""
-    inner = innermost(env)
+    inner = find_innermost(env)
     if isinstance(inner, GymVectorEnv) and not inner._envs.took_seed:
         return False
     inner._seeds = environment_seeds(seed, inner.n_envs())
@@ -76,13 +76,13 @@ def seed_next_reset(env: VecEnv, seed: int) -> bool:
 
 def reset_by_mask(env: VecEnv) -> None:
     """Resets one of several environments in mid-episode, if the autoreset mode allows it."""
-    inner = innermost(env)
+    inner = find_innermost(env)
     if isinstance(inner, GymVectorEnv) and inner._mode is AutoresetMode.DISABLED and inner.n_envs() > 1:
         inner._envs.reset(options={"reset_mask": np.arange(inner.n_envs()) == 0})
 
 
 def keeps_state(env: Any) -> bool:
-    """Whether a wrapper keeps a running mean, which survives resets; True if one in another process might."""
+    """Whether a wrapper keeps a running mean, which survives resets; True if it might, in another process."""
     while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
         if isinstance(env, RUNNING_MEANS):
             return True

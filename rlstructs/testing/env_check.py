@@ -23,7 +23,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show
 from rlstructs.testing.checked_env import CheckedEnv, done_of
 from rlstructs.testing.checked_gymnasium import (
-    innermost,
+    find_innermost,
     install_gymnasium_checks,
     remove_gymnasium_checks,
     reset_by_mask,
@@ -102,19 +102,20 @@ def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> 
             more = "" if source.is_new else ", and let nothing survive a reset"
             raise SpecError(
                 f"{source.name}: two environments made with seed={seed} differ, first in {label}; "
-                f"draw from generators only that are seeded with {source.seeded_by}{more}"
+                f"draw only from generators that are seeded with {source.seeded_by}{more}"
             )
         if (label := _first_difference(again, anew)) is not None:
             raise SpecError(
                 f"{source.name}: after another reset with seed={seed} the same actions give something else, first in "
                 f"{label}: something survives a reset; let reset set all that an episode begins with, or, if this is "
-                "meant, check with keeps_state=True"
+                "intended, check with keeps_state=True"
             )
     if uses_seed:
         if _first_difference(first, run.stream(source, seed + 1)[0]) is None:
             raise SpecError(
-                f"{source.name}: seed={seed} and seed={seed + 1} give the same {run.n_steps} steps; if there is no "
-                f"chance in it, check with uses_seed=False, or else draw from what is seeded with {source.seeded_by}"
+                f"{source.name}: seed={seed} and seed={seed + 1} give the same {run.n_steps} steps; if it is "
+                "deterministic, check with uses_seed=False; otherwise draw only from generators that are seeded with "
+                f"{source.seeded_by}"
             )
         check_separate_streams(source, run, seed)
 
@@ -199,7 +200,7 @@ class _Run:
             check_declared(env, after, name)
             finals.step(before, after, checked.running, observation)
             stream += [(f"step {t}", after.clone()), (f"what follows step {t}", observation.clone())]
-        if not isinstance(innermost(env), GymEnv):  # `GymEnv` itself keeps final observations
+        if not isinstance(find_innermost(env), GymEnv):  # `GymEnv` itself keeps final observations
             finals.check()
         reset_by_mask(env)
         checked.reset()  # in the middle of episodes

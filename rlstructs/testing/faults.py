@@ -35,7 +35,7 @@ class Fault:
     """One thing that goes wrong.
 
     Args:
-        kind: what:
+        kind: what goes wrong:
             "raise" raises `error`;
             "hang" does not return for `seconds`;
             "exit" ends the process by `os._exit(code)`;
@@ -45,20 +45,20 @@ class Fault:
             "shape" gives an observation with one number more than the space says;
             "nan" gives NaN as observation and reward.
         at: "init", "reset", "step" or "close".
-        count: which of these calls, from 1, counted for each environment over all its episodes; None for every call.
+        count: the number of the call, from 1, counted for each environment over all its episodes; None for every call.
         worker: index of the worker; None for all.
         env_index: index of the environment among those of all workers; None for all.
         generations: restart numbers of the workers: 0 is the first worker, 1 the one that replaces it; None for all.
-        error: what "raise" raises; or a function that makes it in the worker, for one that cannot be pickled.
+        error: the exception of "raise"; or a function that makes it in the worker, if it cannot be pickled.
         code: exit code of "exit".
         seconds: how long "hang" and "child" last, at most.
         in_c: "hang" stays in C, so that no signal handler and no other thread runs. On Linux only.
         ignore_sigterm: only SIGKILL ends "hang".
-        limit: bytes that "allocate" takes; None for all there are, which can bring a machine down.
-        fork: "child" is a fork of the worker, with all its descriptors, in place of a new program.
+        limit: bytes that "allocate" takes; None for all the memory there is, which can bring a machine down.
+        fork: "child" is a fork of the worker, with all its descriptors, instead of a new program.
 
     Raises:
-        SpecError: `kind`, `at` or `count` is none of these values, or `kind` and `at` do not fit.
+        SpecError: `kind`, `at` or `count` is none of these values, or `kind` and `at` do not fit together.
 
     Example:
         >>> faults = [Fault("kill", at="step", count=3, worker=1, generations=[0]), Fault("raise", at="close")]
@@ -180,7 +180,7 @@ def _start_child(seconds: float) -> int:
 
 def _fork_child(seconds: float) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child does nothing but sleep
+        warnings.simplefilter("ignore", DeprecationWarning)  # the warning about threads: this child only sleeps
         pid = os.fork()
     if pid == 0:
         try:

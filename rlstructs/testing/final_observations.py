@@ -12,7 +12,7 @@ from rlstructs.testing.checked_env import done_of
 
 # Keys that say how a step went; the others hold what the agent sees.
 NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
-# The fewest ends that are an error if all of them look wrong.
+# How many episodes must have ended before it is an error that all their ends look wrong.
 MIN_ENDS = 2
 
 
@@ -31,7 +31,7 @@ class FinalObservations:
         self._n_same = self._n_others = 0
         # What the agent saw last, and the environments that its rows belong to.
         self._seen, self._rows = DictTensor(), np.zeros(0, np.int64)
-        # The last two observations of an episode, by environment, where the next step starts the next episode.
+        # By environment: the last two observations of an episode that ended, until the next step starts another one.
         self._ended: dict[int, tuple[DictTensor, DictTensor]] = {}
 
     def begin(self, observation: DictTensor) -> None:
@@ -67,8 +67,8 @@ class FinalObservations:
         if self._n_same >= MIN_ENDS and not self._n_others:
             raise SpecError(
                 f"{self._name}: the final observations of {self._n_same} episodes equal the first ones of the next "
-                "episodes: the reset has overwritten what the step led to; copy that before the reset (into "
-                "'final_obs', where the autoreset mode is SameStep)"
+                "episodes: the reset has overwritten the observation that the step led to; copy it before the reset "
+                "(to 'final_obs' if the autoreset mode is SameStep)"
             )
 
     def _compare(self, before: DictTensor, final: DictTensor, first: DictTensor) -> None:

@@ -35,7 +35,7 @@ class SpaceCheck:
         self.leaves = list_leaves(space, "observation")
 
     def check(self, where: str, observation: Any, batch: tuple[int, ...] = ()) -> None:
-        """Checks one observation, or a batch of them as one.
+        """Checks one observation, or all of a batch at once.
 
         Args:
             where: the method that it came from, for the message.

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_and_the_rollout_can_still_be_had():
             (changed(out, frames, None), MissingKeyError, r"^get: out: key\(s\) \['observation/frame'\] are missing"),
             (changed(out, "more", torch.zeros(4, 3)), SpecError, r"^get: out: unknown key\(s\) \['more'\]"),
             (changed(out, frames, torch.zeros(4, 3, 2, dtype=torch.float64)), SpecError,
-             r"^get: out 'observation/frame' is \(4, 3, 2\) float64 on cpu, needed is \(4, 3, 2\) float32 or more "),
+             r"^get: out 'observation/frame' is \(4, 3, 2\) float64 on cpu, expected \(4, 3, 2\) float32 or more "),
             (changed(out, frames, torch.zeros(4, 3, 1)), SpecError, r"'observation/frame' is \(4, 3, 1\) float32"),
             (changed(out, frames, torch.zeros(4, 3)), SpecError, r"'observation/frame' is \(4, 3\) float32"),
             (changed(out, frames, torch.zeros(1, 1, 2).expand(4, 3, 2)), SpecError, "'observation/frame' is expanded"),
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_the_rollout_can_still_be_had():
             (changed(out, frames, torch.zeros(4, 3, 2, requires_grad=True)), SpecError, "must neither require a grad"),
             (with_lengths(out, torch.tensor([3]).expand(4)), SpecError, "'lengths' is expanded"),
             (with_lengths(out, torch.zeros(4, dtype=torch.int32)), SpecError, r"'lengths' is \(4,\) int32"),
-            (out.slice(0, 3), SpecError, r"is \(3,\) .*, needed is \(4,\) \w+ or more"),
+            (out.slice(0, 3), SpecError, r"is \(3,\) .*, expected \(4,\) \w+ or more"),
             (Trajectories(out.info, out.trajectories.temporal_slice(0, 2)), SpecError, r"is \(4, 2"),
         ):  # fmt: skip
             with pytest.raises(error, match=message):

@@ -480,10 +480,10 @@ ERRORS = {
     "info damaged": (["info", "damaged.npz"], "damaged.npz: not a file of rlstructs, or a damaged one: .*"),
     "info weights": (
         ["info", "weights.pt"],
-        "weights.pt: not a file of rlstructs, .*; info is for what `rlstructs collect --out` or a `save` .* wrote",
+        "weights.pt: not a file of rlstructs, .*; info reads files that `rlstructs collect --out` or a `save` .* wrote",
     ),
     "info cut": (["info", "cut.pt"], "cut.pt: not a file of rlstructs, or a damaged one: .*"),
-    "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5; info is for .*"),
+    "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5; info reads .*"),
 }
 
 

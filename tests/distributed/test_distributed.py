@@ -290,7 +290,7 @@ def test_what_is_handed_out_and_how(cluster):
             ({"min_nodes": 1, "preempt": 0.5}, SpecError, "^get: min_nodes lets the others go on and preempt ends"),
             ({"min_nodes": 3}, SpecError, "^get: min_nodes is 3, there are 2$"),
             ({"min_nodes": 0}, SpecError, "^get: min_nodes must be at least 1, got 0$"),
-            ({"out": kept.slice(0, 2)}, SpecError, "needed is"),
+            ({"out": kept.slice(0, 2)}, SpecError, "cpu, expected .* or more on cpu"),
         ):
             with pytest.raises(error, match=message):
                 batcher.get(**arguments)

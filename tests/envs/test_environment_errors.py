@@ -14,7 +14,7 @@ from rlstructs.replay import Batch, ReplayBuffer
 
 STEP_ORDER = r"step must give 5 values, \(observation, reward, terminated, truncated, info\), got "
 RESET_ORDER = r"reset must give 2 values, \(observation, info\), got "
-OLD = "gym's old interface: wrap it, by shimmy's GymV21CompatibilityV0 for one"
+OLD = "gym's old interface: wrap it, for example with shimmy's GymV21CompatibilityV0"
 
 
 class Answering(Count):

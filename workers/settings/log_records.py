@@ -29,13 +29,13 @@ from workers.settings.log_settings import list_loggers, name_class
 
 # The header of each chunk: the pid of its process, the number of bytes that follow, whether they end a record.
 HEADER = struct.Struct("!IH?")
-# Bytes of a record in one chunk: the kernel writes so many, and the header, into a pipe whole or not at all.
+# Bytes of a record in one chunk: the kernel writes that many, and the header, to a pipe whole or not at all.
 CHUNK_BYTES = min(select.PIPE_BUF, 4096) - HEADER.size
 # Bytes that one read takes: all that a pipe holds.
 PIPE_BYTES = 1 << 16
 # Bytes of records that a worker keeps while the pipe is full; it drops and counts later records.
 MAX_WAITING_BYTES = 1 << 20
-# Reads of `read_all`: other processes may go on writing.
+# The most reads of one `read_all`, because other processes may go on writing.
 MAX_READS = 64
 
 logger = logging.getLogger("workers")

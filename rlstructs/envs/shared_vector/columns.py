@@ -85,11 +85,11 @@ class ObservationColumn:
         return may_share_memory(map(self.leaf.pick, observations))
 
     def _put_converted(self, row: np.ndarray, value: np.ndarray) -> None:
-        """Writes a value of another dtype to one row, where no number changes."""
+        """Writes a value of another dtype to one row; raises if a number would change."""
         if value.shape != self._shape and not row.size == value.size == 1:
             raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self._shape}")
         casting: Any = "same_kind"
-        if value.dtype.kind in "biuf":  # `holds` has checked that no number changes
+        if value.dtype.kind in "biuf":  # `can_hold` makes sure that no number changes
             if not can_hold(row.dtype, value):
                 name = f"observation{self._name}"
                 raise SpecError(f"{name} has dtype {value.dtype}, and values that the space's {row.dtype} cannot hold")
@@ -101,7 +101,7 @@ class ObservationColumn:
 
 
 class Objects:
-    """The leaves of N observations that are no arrays."""
+    """Leaves that are not arrays, of N observations."""
 
     def __init__(self, space: gymnasium.Space[Any], n_envs: int) -> None:
         self._leaves = [leaf for leaf in flatten_space(space) if not leaf.is_array]
@@ -128,7 +128,7 @@ class Objects:
             values[env] = value
 
     def batches(self, envs: Sequence[int]) -> Iterator[Any]:
-        """Yields each leaf of some environments as a batch of gymnasium's."""
+        """Yields each leaf of some environments, batched the way gymnasium does it."""
         for leaf, values in zip(self._leaves, self._values, strict=True):
             empty = create_empty_array(leaf.space, n=len(envs))
             yield concatenate(leaf.space, [values[env] for env in envs], empty)
@@ -148,8 +148,8 @@ class Columns:
         rewards: float64 (N,).
         terminations, truncations: bool (N,).
         actions: the actions of the next step.
-        at: int64 (N,); in the row of a group's first environment the index of the environment that the group is
-            stepping, -1 for none.
+        at: int64 (N,); the row of a group's first environment holds the index of the environment that the group is
+            stepping, or -1.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Columns:
         return _rebuild_columns, (self._arguments, self.objects)
 
     def keep_objects(self, outcomes: Iterable[Outcome]) -> None:
-        """Keeps the leaves of observations that are no arrays."""
+        """Keeps those leaves of observations that are not arrays."""
         for outcome in outcomes:
             for env, picked in outcome.objects:
                 self.objects.put(env, picked)

@@ -63,7 +63,7 @@ class Episode:
         return bool(last["terminations"][-1] or last["truncations"][-1])
 
     def goes_on(self, before: Arrays) -> bool:
-        """Whether the observations before a step are those after the last step: not if a rollout is missing."""
+        """Whether observations before a step equal those after the last step; they differ if a rollout is missing."""
         last = self.pieces[-1]
         keys = [key for key in before if key.startswith("observation/")]
         return all(last[key][-1].tobytes() == before[key].tobytes() for key in keys)
@@ -74,7 +74,10 @@ class Episode:
             self.pieces[-1]["truncations"][-1] = True
 
     def take(self, n_left: int = 0) -> Arrays:
-        """Takes the steps out of it, but for the last `n_left`; observations and infos begin with the first ones."""
+        """Removes and returns all steps but the last `n_left`.
+
+        Observations and infos begin with those before the first step, unless they were written already.
+        """
         joined = {key: np.concatenate([piece[key] for piece in self.pieces]) for key in self.pieces[0]}
         n = len(joined["rewards"]) - n_left
         self.pieces = [{key: array[n:].copy() for key, array in joined.items()}] if n_left else []
@@ -94,7 +97,7 @@ class EpisodeJoiner:
 
     def __init__(self, observations: SpaceColumns, actions: SpaceColumns) -> None:
         self._observations, self._actions = observations, actions
-        self._going: dict[int, Episode] = {}  # of each environment
+        self._going: dict[int, Episode] = {}  # by environment
 
     @property
     def going(self) -> list[Episode]:
@@ -110,7 +113,7 @@ class EpisodeJoiner:
         if not isinstance(batch, Trajectories):
             raise TypeError(f"to_minari: each batch must be Trajectories, got {type(batch).__name__}")
         if "env_index" not in batch.info:
-            raise MissingKeyError("to_minari: no 'env_index' in info, which says of which environment a row is")
+            raise MissingKeyError("to_minari: no 'env_index' in info: it says which environment a row belongs to")
         first, following = self._columns(batch.trajectories)
         info = {key: host_array(key, value) for key, value in batch.info.items()}
         options = {key.removeprefix(OPTIONS): info[key] for key in info if key.startswith(OPTIONS)}

@@ -44,7 +44,7 @@ def _make(k: int, make: Callable[[], Any]) -> ParallelEnv:
         raise TypeError(f"makers: number {k} {wanted}, got {type(make).__name__}")
     env = make()
     if isinstance(env, AECEnv):
-        # What changes only when every agent has acted has an action of each; else one agent acts in a step.
+        # If the state changes only after every agent has acted, all act in one step; otherwise one agent acts in each.
         return (aec_to_parallel if env.metadata.get("is_parallelizable") else turn_based_aec_to_parallel)(env)
     if not isinstance(env, ParallelEnv):
         raise TypeError(f"makers: number {k} {wanted}, it made {type(env).__name__}")
@@ -55,7 +55,7 @@ def read_agents(envs: Sequence[ParallelEnv]) -> list[Any]:
     """The agents of each environment, in order.
 
     Raises:
-        SpecError: an environment does not say which agents there may be, or they are not those of the first.
+        SpecError: an environment does not say which agents it may have, or has other agents than the first.
     """
     found: list[list[Any]] = []
     for k, env in enumerate(envs):

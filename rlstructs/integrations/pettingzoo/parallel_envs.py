@@ -115,8 +115,8 @@ class ParallelEnvs(RowDefaults):
         """Starts an episode in every environment.
 
         Args:
-            env_info: E rows, or empty. The row of its agents, which must be equal, becomes the `options` of an
-                environment's resets, as `{key: number or list}`, now and whenever it resets itself.
+            env_info: E rows, or empty. Rows of agents of one environment must be equal; they become the `options` of
+                its resets, as `{key: number or list}`, now and whenever it resets itself.
         """
         return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs(), device="cpu")
 
@@ -265,7 +265,7 @@ class ParallelEnvs(RowDefaults):
         return self._names if slots.size == len(self._names) else [self._names[slot] for slot in slots.tolist()]
 
 
-# What of an agent that waits is written beside its observation.
+# What is written beside the observation of an agent that waits.
 _WAITING = Shown(None, None)
 
 

@@ -165,7 +165,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return torch.tensor(array, device=self.device) if copy else torch.as_tensor(array, device=self.device)
 
     def _column(self, name: str) -> np.ndarray:
-        """A view of a column, (buffer_size, n_envs, ...); a copy of one that is stored through another."""
+        """A view of a column, (buffer_size, n_envs, ...); a copy if the column is stored only as a link to another."""
         columns = self._storage.columns
         if name in columns.links:
             slots = np.arange(self.buffer_size)[:, None]
