@@ -713,7 +713,7 @@ def test_a_rollout_comes_to_the_trainer_while_it_does_something_else(cluster):
 
 def test_an_object_store_that_is_too_small_is_said_to_be(cluster):
     message = (
-        r"^rollouts and updates take 10[0-9],[0-9,]+ bytes of the object store of .*, which has 83,886,080, and "
+        r"^rollouts and updates take 10[0-9],[0-9,]+ bytes of the object store of .*, which has 83,886,080; Ray "
         "writes what is above 80% of it to a disk: start Ray there with a larger object_store_memory, or take"
     )
     with pytest.raises(OutOfMemoryError, match=message):
