@@ -317,7 +317,7 @@ ENVIRONMENTS = {
     "no seed": (
         Unseeded, "^Unseeded: two environments made with seed=0 differ, first in 'frame' of the first observation"
     ),
-    "always the same seed": (SeededByItself, "^SeededByItself: seed=0 and seed=1 give the same 100 steps; if ther"),
+    "always the same seed": (SeededByItself, "^SeededByItself: seed=0 and seed=1 give the same 100 steps; if it "),
     "a reward that is NaN": (
         changed(first=with_key("reward", flag(float("nan"))), second=with_key("reward", flag(float("nan")))),
         "^Broken.step, first pair: 'reward' has to be finite numbers, got nan in row 0$",
