@@ -2,7 +2,7 @@
 
     python examples/ppo_jax.py --seed 1
 
-The algorithm is that of `ppo.py`, for discrete actions. Advantages, epochs and minibatches are loops within one compiled
+The algorithm is that of `ppo.py`, for discrete actions. Advantages, epochs and minibatches are loops within one
 function, which is compiled while the workers start. Workers need no jax: they get the weights as numpy arrays, and act
 with them while the learner learns. It needs `pip install 'rlstructs[jax]'`, shows a progress bar, and prints at the end
 the mean return of `--n-eval` episodes in which the policy takes its most likely action, how fast the training was, and
@@ -209,8 +209,8 @@ def main(args: Args) -> None:
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(learner.compile, n_all, len(params["actor"][0][0]))
         with RL_Batcher(
-            args.n_timesteps, Policy, {"params": params},
-            create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
+            args.n_timesteps, Policy, {"params": params}, create_env,
+            {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
             agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
         ) as batcher:  # fmt: skip
             compiled.result()

@@ -5,10 +5,10 @@
 
 CartPole and HalfCheetah run under `on_worker_failure="restart"`, with and without a run-ahead, copied and leased, each
 with a replay memory that fills and is drawn from; in one of them the workers write to the memory, which holds one more
-rollout than are under way and is drawn from all the while. About every two seconds a worker is killed, or stopped so that it
-outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum that its
-environment put in, the action before it, and its number, which is the reward; every agent puts out which update it has
-had. All of it is verified, in every transition that is handed out and every row that is drawn.
+rollout than are under way and is drawn from all the while. About every two seconds a worker is killed, or stopped so
+that it outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum
+that its environment put in, the action before it, and its number, which is the reward; every agent puts out which
+update it has had. All of it is verified, in every transition that is handed out and every row that is drawn.
 `--table` measures how long it takes until each kind of failure is over.
 """
 

@@ -159,7 +159,7 @@ class Storage(CopiedWhole):
     def _note_change(self) -> None:
         """Counts a change of rows or counters; raises StateError if they are for others to change."""
         if self._shown is not None:
-            raise StateError("workers write to this memory: wait for their rollouts, with a run-ahead reset the batcher")
+            raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
         self.version += 1
 
     def track_episodes(self) -> Episodes:

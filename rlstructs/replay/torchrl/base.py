@@ -46,7 +46,7 @@ class DictTensorBase(Buffer):
             1, parts.storage.capacity, seed=_find_seed(generator), framework=framework, device=device,
             reading=parts.reading, columns=parts.storage.columns(),
         )  # fmt: skip
-        self._intake.is_for_one_process = True  # writers of several processes would need turns, and samplers notice each
+        self._intake.is_for_one_process = True  # writers would need turns, and samplers follow them
         parts.start(self._storage, self._export, self)
         self._rows = RowIntake(parts, self._intake)
         if (data := parts.storage.data) is not None:
