@@ -112,7 +112,7 @@ class Policy(RL_Agent):
 
 
 def create_env(env_id: str, n_envs: int, gamma: float, seed: int) -> VecEnv:
-    envs = GymEnvInf([gymnasium.make(env_id) for _ in range(n_envs)], seed)
+    envs = GymEnvInf([gymnasium.make(env_id, disable_env_checker=k > 0) for k in range(n_envs)], seed)
     return NormalizeReward(NormalizeObservation(envs), gamma=gamma)
 
 
