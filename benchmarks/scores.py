@@ -78,6 +78,7 @@ ROWS = (
     Row("a2c_recurrent", "examples/a2c_recurrent.py", ("--n-steps", "999424"), target=400),
     Row("evolution", "examples/evolution.py", target=475),
     Row("jax_dqn", "examples/jax_dqn.py", target=475),
+    Row("ppo_jax", "examples/ppo_jax.py", PPO, target=475),
     Row("reinforce", "examples/reinforce.py"),
     Row("diayn", "examples/diayn.py"),
     Row("ppo-pong", "examples/ppo_atari.py", ("--n-steps", "999424")),

@@ -56,7 +56,7 @@ class Policy(RL_Agent):
 
 
 def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
-    return GymEnvInf([gymnasium.make(env_id) for _ in range(n_envs)], seed)
+    return GymEnvInf([gymnasium.make(env_id, disable_env_checker=k > 0) for k in range(n_envs)], seed)
 
 
 def advantages(steps):

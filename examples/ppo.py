@@ -119,7 +119,7 @@ class Policy(RL_Agent):
 
 
 def create_env(env_id: str, n_envs: int, gamma: float, seed: int) -> VecEnv:
-    envs = [gymnasium.make(env_id) for _ in range(n_envs)]
+    envs = [gymnasium.make(env_id, disable_env_checker=k > 0) for k in range(n_envs)]
     if isinstance(envs[0].action_space, gymnasium.spaces.Box):
         envs = [gymnasium.wrappers.ClipAction(env) for env in envs]
     return NormalizeReward(NormalizeObservation(GymEnvInf(envs, seed)), gamma=gamma)

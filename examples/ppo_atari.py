@@ -6,16 +6,13 @@ r"""Proximal policy optimisation on Atari games, from frames.
 Hyperparameters and preparation of frames are those of CleanRL's `ppo_atari.py`: no-ops and fire after a reset, an
 action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards, and a learning rate that falls to 0
 in `--n-annealing` steps, of which these are the first tenth. So are the games: gymnasium's own repeat the last action
-now and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives there are. Each worker
-draws its actions, from a copy of the network, and writes frames as bytes to shared memory; most of the time goes to
-learning. It shows a progress bar, and prints at the end the mean return of `--n-eval` games, in which the policy draws
-its actions as in the training, and how fast the training was:
+now and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives there are. With `--native`
+the games of a worker are one `AtariVectorEnv` of ale-py, which does all this in C++. It shows a progress bar, and
+prints at the end the mean return of `--n-eval` games, in which actions are drawn as in the training, and its speed:
 
     ALE/Pong-v5: score -8.9, 999424 steps, 230 steps/s
 
-`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/pong` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
-services, whose package is needed.
+`--plot curve.png` and `--track tensorboard:runs/pong` do what they do in `ppo.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories, gae, transitions
+from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RL_Agent, RL_Batcher, Trajectories, gae, transitions
 from rlstructs.integrations.logging import open_log
 
 
@@ -40,6 +37,7 @@ class Args:
     """What the command line sets."""
 
     env_id: str = "ALE/Pong-v5"
+    native: bool = False
     repeat_action_probability: float = 0.0
     max_frames: int = 108_000  # of a game, half an hour of it
     n_steps: int = 1_000_000  # rounded up to whole rollouts
@@ -82,8 +80,11 @@ def make(env_id: str, repeat_action_probability: float, max_frames: int) -> gymn
     return gymnasium.wrappers.FrameStackObservation(env, 4)
 
 
-def create_env(n_envs: int, seed: int, **game) -> GymEnvInf:
-    return GymEnvInf([make(**game) for _ in range(n_envs)], seed)
+def create_env(n_envs: int, native: bool, seed: int, **game) -> GymEnvInf | GymVectorEnv:
+    if not native:
+        return GymEnvInf([make(**game) for _ in range(n_envs)], seed)
+    settings = {"num_threads": 1, "reward_clipping": False, "max_num_frames_per_episode": game.pop("max_frames")}
+    return GymVectorEnv(gymnasium.make_vec(game.pop("env_id"), n_envs, "vector_entry_point", **settings, **game), seed)
 
 
 def scaled(layer: nn.Module, scale: float = math.sqrt(2)) -> nn.Module:
@@ -130,13 +131,13 @@ class Policy(RL_Agent):
         self.network.load_state_dict(info)
 
 
-def values_after(network: ActorCritic, steps: TemporalDictTensor) -> torch.Tensor:
+def values_after(network: ActorCritic, batch: Trajectories) -> torch.Tensor:
     """(B, T): the value of what followed each step.
 
     What follows is the observation of the next step, whose value is recorded, but for the last step and where an
     episode was truncated. Where one terminated, `gae` takes 0.
     """
-    values = steps["action/value"].roll(-1, dims=1)
+    steps, values = batch.trajectories, batch.trajectories["action/value"].roll(-1, dims=1)
     others = steps["_observation/truncated"].clone()
     others[:, -1] = True
     with torch.no_grad():
@@ -148,7 +149,7 @@ def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Traject
     """A few epochs over a rollout; the losses of the last minibatch."""
     steps = batch.trajectories
     given = transitions(steps) | {"rewards": steps["_observation/reward"].sign()}
-    values, after = steps["action/value"], values_after(network, steps)
+    values, after = steps["action/value"], values_after(network, batch)
     advantages, targets = gae(values=values, next_values=after, gamma=args.gamma, lambda_=args.gae_lambda, **given)
     flat = (*(steps[key] for key in ("observation/frame", "action/action", "action/log_prob")), values)
     frames, actions, log_probs, values, advantages, targets = (x.flatten(0, 1) for x in (*flat, advantages, targets))
@@ -222,8 +223,8 @@ def main(args: Args) -> None:
         network = ActorCritic(int(env.action_space.n))
     optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate, eps=1e-5)
     with RL_Batcher(
-        args.n_timesteps, Policy, {"network": network}, create_env, {"n_envs": args.n_envs, **game}, args.n_processes,
-        args.seed, run_ahead=args.run_ahead,
+        args.n_timesteps, Policy, {"network": network}, create_env,
+        {"n_envs": args.n_envs, "native": args.native, **game}, args.n_processes, args.seed, run_ahead=args.run_ahead,
     ) as batcher:  # fmt: skip
         log = Log(args)
         batcher.reset()
@@ -242,5 +243,6 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in vars(Args()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
+        kind = {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind, help=f"default: {value!r}")
     main(Args(**vars(parser.parse_args())))

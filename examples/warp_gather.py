@@ -70,7 +70,7 @@ def gather_returns(
 
 
 def create_env(env_id: str, n_envs: int, seed: int) -> GymEnv:
-    return GymEnv([gymnasium.make(env_id) for _ in range(n_envs)], seed)
+    return GymEnv([gymnasium.make(env_id, disable_env_checker=k > 0) for k in range(n_envs)], seed)
 
 
 def create_agent(env_id: str) -> RandomAgent:

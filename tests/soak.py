@@ -4,11 +4,11 @@
     python tests/soak.py --table
 
 CartPole and HalfCheetah run under `on_worker_failure="restart"`, with and without a run-ahead, copied and leased, each
-with a replay memory that fills and is drawn from; in one of them the workers write to the memory, which holds little
-more than a rollout and is drawn from all the while. About every two seconds a worker is killed, or stopped so that it
-outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum that its
-environment put in, the action before it, and its number, which is the reward; every agent puts out which update it has
-had. All of it is verified, in every transition that is handed out and every row that is drawn.
+with a replay memory that fills and is drawn from; in one of them the workers write to the memory, which holds one more
+rollout than are under way and is drawn from all the while. About every two seconds a worker is killed, or stopped so
+that it outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum
+that its environment put in, the action before it, and its number, which is the reward; every agent puts out which
+update it has had. All of it is verified, in every transition that is handed out and every row that is drawn.
 `--table` measures how long it takes until each kind of failure is over.
 """
 
@@ -144,7 +144,8 @@ class Soak:
         self.name = f"{self.env_id}, run_ahead={self.run_ahead}{', leased' * self.leases}{', fed' * self.feeds}"
         n_all = self.n_workers * self.n_envs
         if self.feeds:
-            self.memory = PrioritizedMemory(memory_size=2 * self.n_timesteps, num_envs=n_all, device="cpu", seed=0)
+            size = (self.run_ahead + 2) * self.n_timesteps
+            self.memory = PrioritizedMemory(memory_size=size, num_envs=n_all, device="cpu", seed=0)
             self.batcher.feed(self.memory, FED)
         else:
             self.memory = RandomMemory(memory_size=2000, num_envs=n_all, seed=0)

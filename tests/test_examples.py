@@ -11,9 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from processes import LIMIT
+
+from rlstructs import DictTensor
+from rlstructs.testing import check_env
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
@@ -51,6 +56,13 @@ RUNS = {
         [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500"],
         rf"ALE/Pong-v5: score {SCORE}",
     ),
+    "ppo_atari.py --native": (
+        [*TRAINING, "--native", "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500"],
+        rf"ALE/Pong-v5: score {SCORE}",
+    ),
+    "ppo_jax.py": (TRAINING, rf"CartPole-v1: score {SCORE}, {WAITED}"),
+    "mujoco_rollout.py": (SMALL, r"4 HalfCheetahs by mujoco\.rollout: 240 steps, \d+ steps/s"),
+    "mujoco_rollout.py --gymnasium": ([*SMALL, "--gymnasium"], r"4 HalfCheetahs by gymnasium: 240 steps, \d+ steps/s"),
     "dqn.py": ([*TRAINING, "--n-before", "32"], rf"CartPole-v1: score {SCORE}"),
     "sac.py": ([*TRAINING, "--n-before", "32"], rf"Pendulum-v1: score {SCORE}"),
     "sac.py HalfCheetah-v5": (
@@ -225,6 +237,26 @@ def test_each_row_of_a_population_acts_by_its_own_network():
         first, biases, second, last = own.split([4 * 3, 3, 3 * 2, 2])
         hidden = (observation @ first.view(4, 3) + biases).tanh()
         torch.testing.assert_close(output, hidden @ second.view(3, 2) + last)
+
+
+def test_cheetahs_that_are_stepped_together_do_what_those_of_gymnasium_do():
+    HalfCheetahs = runpy.run_path(str(ROOT / "examples/mujoco_rollout.py"))["HalfCheetahs"]
+    check_env(HalfCheetahs, {"n_envs": 2})
+    together, singles = HalfCheetahs(2, 5), [gymnasium.make("HalfCheetah-v5") for _ in range(2)]
+    first, _ = together.reset()
+    for k, env in enumerate(singles):
+        np.testing.assert_array_equal(env.reset(seed=5 + k)[0], first["frame"][k])
+    actions = np.random.default_rng(0).uniform(-1, 1, (1000, 2, 6)).astype(np.float32)
+    for t, action in enumerate(actions):
+        for env, state in zip(singles, together.states, strict=True):  # they would drift apart
+            env.unwrapped.set_state(state[1:10], state[10:])
+        (after, _), (following, _) = together.step(DictTensor({"action": torch.from_numpy(action)}))
+        for k, env in enumerate(singles):
+            frame, reward, *ends, _ = env.step(action[k])
+            np.testing.assert_allclose(after["frame"][k], frame, rtol=0, atol=1e-6)
+            assert abs(after["reward"][k].item() - reward) < 1e-6
+            assert [after["terminated"][k].item(), after["truncated"][k].item()] == ends == [False, t == 999]
+    assert following["initial_state"].all() and not torch.equal(following["frame"], after["frame"])
 
 
 def test_memories_of_each_library_give_batches_and_masked_sequences(subprocess_env, tmp_path):

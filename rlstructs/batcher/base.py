@@ -12,7 +12,7 @@ from rlstructs.batcher.arguments import check_info, seeds_of, warn_of_overlap
 from rlstructs.batcher.delivery import Delivery
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.evaluation import check_evaluation, evaluate
-from rlstructs.batcher.feeding import feed_memory
+from rlstructs.batcher.feeding import feed_memory, stop_feeding
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.checks import check_count
 from rlstructs.moments import Moments
@@ -30,6 +30,7 @@ class BatcherBase:
     _life: Lifecycle
     _engine: Engine
     _delivery: Delivery
+    _run_ahead: int
     # One row of `agent_info` and `env_info`; empty if there is none.
     _examples: dict[str, DictTensor]
 
@@ -50,24 +51,38 @@ class BatcherBase:
     def feed(self, memory: Any, names: Mapping[str, str] | None = None) -> None:
         """Has workers write what they collect to a memory: each its own lanes, at the end of each rollout.
 
-        The trainer samples from it meanwhile; no sample holds a row that is being written. `wait`, or `get`, returns
-        when the rows are there. The rollout of a worker that was lost is not; one that `reset` drops is, and so is what
-        workers have collected ahead. The memory moves to shared memory: tensors that the program holds do not follow.
-        Do not add rows to it yourself, and clear, save or read it by index only while no rollout is under way.
+        The memory then holds the rollouts that were handed out, in the rows in which `add_trajectories` would have put
+        them: `wait`, `get` or `lease` adds those that it returns. Until then they are not seen, and neither are the
+        oldest rows, which they may be overwriting: in each lane as many as the rollouts under way have timesteps. What
+        is drawn between two calls therefore does not depend on what workers are doing meanwhile. Rollouts that are
+        lost, or that `reset`, `close` or another `feed` drops, are not in it.
+
+        The memory moves to shared memory: tensors that the program holds do not follow. While rollouts are under way it
+        can be drawn from, read and saved, and not be written to or cleared.
+
+        Where workers cannot write to a memory, the trainer adds each rollout as it hands it out. These are memories on
+        a device or with `export=True`, buffers with one ring for all environments (those of torchrl, and a
+        `ReplayBuffer` unless there is only one worker), a `CachedReplayBuffer`, a `RayReplay`, and whatever a
+        `RayBatcher` feeds.
 
         Args:
-            memory: of `rlstructs.memories` or `rlstructs.replay`, in host memory, with a lane for each environment.
+            memory: of `rlstructs.memories` or `rlstructs.replay`, with a lane for each environment or one for all, or a
+                `RayReplay`; None to feed none. Rollouts that were ordered before are in none if workers write.
             names: column -> key of the trajectories, or "policy_version", the number of updates that the agent had had.
                 None for the usual columns of the memory and, unless it has others already, `policy_version`.
 
         Raises:
-            TypeError, StateError: workers cannot write to this memory, another batcher does, or a rollout is under way.
+            TypeError, StateError: this is no memory, another batcher feeds it, or a rollout is under way.
             MissingKeyError, SpecError, OutOfMemoryError: it has too few lanes or rows, or other columns.
         """
         self._life.check("feed", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
-        feed = feed_memory(self._engine, self._life, memory, names)
+        fed = None
+        if memory is None:
+            stop_feeding(self._life)
+        else:
+            fed = feed_memory(self._engine, self._life, memory, names, self._run_ahead)
         with self._life.note_failures("feed", self._is_halfway):
-            self._engine.feed(feed)
+            self._engine.feed(fed)
 
     def evaluate(
         self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None

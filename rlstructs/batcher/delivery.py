@@ -55,7 +55,7 @@ class Delivery:
             orders, batch = engine.collect(n, cuts)
             trajectories = batch.read(out)
         with defer_interrupt():  # or the next `get` would hand out the same rollout
-            n_running = engine.end_rollouts(orders, trajectories)
+            n_running = engine.end_rollouts(orders, batch, trajectories)
             batch.release()
             self._kept = trajectories, n_running
         return self._finish(trajectories, n_running)
@@ -76,7 +76,7 @@ class Delivery:
             orders, batch = engine.collect(n, cuts)
             trajectories = batch.lend_episodes()
         with defer_interrupt():
-            n_running = engine.end_rollouts(orders, trajectories)
+            n_running = engine.end_rollouts(orders, batch, trajectories)
             batch.release()
             self._set_phase_after(n_running)
         return int(trajectories.lengths.sum()), n_running
@@ -118,7 +118,7 @@ class Delivery:
             orders, batch = self._engine.collect()
             trajectories = batch.lend()
         with defer_interrupt():  # until the lease can be released, by its holder or by `drop_lease`
-            n_running = self._engine.end_rollouts(orders, trajectories)
+            n_running = self._engine.end_rollouts(orders, batch, trajectories)
             lease = make(batch, trajectories, n_running, lambda: self._take_back(batch, n_running))
             self._leased, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
         return lease

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rlstructs.batcher.arguments import RunSettings, count_awaited
 from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.fed import Fed
 from rlstructs.batcher.metrics import Meter
 from rlstructs.batcher.start_pool import start_pool
 from rlstructs.batcher.supervisor import Supervisor
@@ -18,7 +19,6 @@ from rlstructs.batcher.transport import SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.rollout.feeding import Feed
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import seeds_argument
 from rlstructs.shared import weights
@@ -95,8 +95,9 @@ class Engine:
         # The number of updates before the first one that the outbox counts.
         self._version_before = 0
         self._meter = Meter()
-        # The feed of a memory. Keeping it keeps the shared memory open, which successors of workers open too.
-        self._feed: Feed | None = None
+        # The memory that is fed. Keeping it keeps the shared memory open, which successors of workers open too.
+        self._fed: Fed | None = None
+        supervisor.on_restart = self._note_restart
 
     @property
     def pool(self) -> Pool:
@@ -117,12 +118,15 @@ class Engine:
         """Starts an episode in every environment; `infos` are `agent_info` and `env_info`."""
         self.transport.set_infos(infos)
         self.supervisor.reset()
+        self._drop_fed()
         self._begin_episodes(range(self.pool.n_workers))
 
     def begin_rollouts(self, agent_info: DictTensor | None) -> None:
         """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
         if agent_info is not None:
             self.transport.set_agent_info(agent_info)
+        if self._fed is not None:
+            self._fed.begin_rollouts()
         with self._meter.wait():  # with no processes the rollouts run here
             self.supervisor.begin_rollouts(self.transport.write_agent_info)
         self.begin_successors()
@@ -153,13 +157,17 @@ class Engine:
             orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
         return orders, self.transport.make_batch(orders, self._version_before, self.policy_version)
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None = None) -> int:
+    def end_rollouts(
+        self, orders: Mapping[int, RolloutOrder], batch: Batch, trajectories: Trajectories | None = None
+    ) -> int:
         """Moves on to the rollouts after these; returns the number of environments that still run.
 
         Args:
-            orders: the orders that `collect` returned.
+            orders, batch: what `collect` returned.
             trajectories: the rollouts, whose steps and episodes are counted; None to count none.
         """
+        if self._fed is not None:  # first, because a memory may refuse them
+            self._fed.end_rollouts(orders, batch)
         if trajectories is not None:
             self._meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
         self.transport.end_rollouts(orders, trajectories)
@@ -173,10 +181,22 @@ class Engine:
         self.supervisor.update(packed, partial(self.outbox.record_sent, packed))
         self.begin_successors()
 
-    def feed(self, feed: Feed) -> None:
-        """Has workers write the steps of later rollouts to a memory."""
-        self._feed = dataclasses.replace(feed, version_before=self._version_before)
-        self.supervisor.feed(pack(self._feed))
+    def feed(self, fed: Fed | None) -> None:
+        """Has the steps of later rollouts written to a memory, or to none."""
+        feed = None if fed is None else fed.feed
+        if feed is not None or (self._fed is not None and self._fed.feed is not None):
+            self.supervisor.feed(pack(feed and dataclasses.replace(feed, version_before=self._version_before)))
+        self._drop_fed()
+        self._fed = fed
+
+    def _drop_fed(self) -> None:
+        """Takes back what workers have written of rollouts that will not be handed out with the memory."""
+        if self._fed is not None:
+            self._fed.drop()
+
+    def _note_restart(self, workers: Collection[int]) -> None:
+        if self._fed is not None:
+            self._fed.restart(workers)
 
     def renew(self, states: Sequence[dict[str, Any]]) -> None:
         """Has workers make new environments with the next seeds of their streams.
@@ -197,8 +217,7 @@ class Engine:
         self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
         self._version_before = state["weights_version"] - self.outbox.version
         self._meter.n_steps = state.get("steps", 0)
-        if self._feed is not None:
-            self.feed(self._feed)
+        self.feed(self._fed)
 
     def stats(self) -> dict[str, Any]:
         """What `RL_Batcher.stats` returns."""
@@ -228,12 +247,15 @@ class Engine:
     def close(self) -> None:
         """Ends every worker; raises what one of them raised as it was closed."""
         self.transport.cut_all()  # nobody will ask for the rollouts that are under way
-        self.supervisor.close()
+        try:
+            self.supervisor.close()
+        finally:
+            self._drop_fed()
 
     def free(self) -> None:
         """Releases the memory."""
         self.transport.close()
-        self._feed = None
+        self._fed = None
         for arena in self.arenas:
             arena.close()
 

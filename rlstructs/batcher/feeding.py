@@ -1,19 +1,20 @@
-"""Prepares a memory so that workers write their rollouts to it."""
+"""Prepares a memory to be fed, by the workers or, where they cannot write to it, by the trainer."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.engine import Engine
+from rlstructs.batcher.fed import Fed, FedByWorkers, FedHere
 from rlstructs.batcher.lifecycle import Lifecycle
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.from_trajectories import POLICY_VERSION
-from rlstructs.replay.store import Storage
 from rlstructs.rollout.feeding import FedMemory, Feed
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.reading import specs_of_steps
@@ -21,59 +22,72 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
-# The lifecycle of the batcher that feeds a store, by store.
-_fed: weakref.WeakKeyDictionary[Storage, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
+# The lifecycle of the batcher that feeds a memory, by its store, or by the memory if it has none in this process.
+_fed: weakref.WeakKeyDictionary[Any, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
 
 
-def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str, str] | None) -> Feed:
-    """Moves a memory to shared memory and defines its columns; returns what workers need to write to it.
+def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str, str] | None, run_ahead: int) -> Fed:
+    """Prepares a memory, so that workers can write to it where that is possible.
 
     Args:
         engine: runs the rollouts.
         life: the lifecycle of the batcher.
         memory, names: see `RL_Batcher.feed`.
+        run_ahead: see `RL_Batcher`.
 
     Raises:
         TypeError, StateError, SpecError, OutOfMemoryError: the memory cannot be fed; none of its rows has changed.
     """
-    transport = engine.transport
-    if not isinstance(transport, SlotTransport):
-        raise StateError("feed: these workers run on other machines: add what get returns to a RayReplay")
     if not hasattr(memory, "make_feed"):
         raise TypeError(f"feed: needs a memory of rlstructs.memories or rlstructs.replay, got {type(memory).__name__}")
-    fed: FedMemory = memory.make_feed()
-    storage = fed.storage
-    owner = _fed.get(storage, lambda: None)()
+    own: FedMemory = memory.make_feed()
+    key = memory if own.storage is None else own.storage
+    owner = _fed.get(key, lambda: None)()
     if owner is not None and owner is not life and not owner.is_closed:
-        raise StateError("feed: another batcher feeds this memory: close it first")
-    _check_size(fed, engine, transport.layout)
-    example = _make_example(transport.layout)
-    keys = list(example.trajectories.keys())
-    names = fed.choose_names(keys) if names is None else dict(names)
+        raise StateError("feed: another batcher feeds this memory: close it first, or call its feed(None)")
+    example = _make_example(engine.transport.layout)
+    names = own.choose_names(list(example.trajectories.keys())) if names is None else dict(names)
     if not names:
         raise SpecError("feed: names is empty; needed are names of columns and the keys that they get")
-    storage.share()
-    fed.define_columns(example, names)
-    for other, by in list(_fed.items()):
-        if by() is life:
-            del _fed[other]
-    _fed[storage] = weakref.ref(life)
-    return Feed(fed.writer, names)
+    fed = _feed_by_workers(engine, own, example, names, run_ahead)
+    if fed is None:
+        is_here = isinstance(engine.transport, SlotTransport)
+        fed = FedHere(memory.add_trajectories, names, Batch.lend if is_here else Batch.read)
+    stop_feeding(life)
+    _fed[key] = weakref.ref(life)
+    return fed
 
 
-def _check_size(fed: FedMemory, engine: Engine, layout: Layout) -> None:
-    """Raises SpecError unless the rows of every environment have a place of their own."""
-    columns, n_workers, n_timesteps = fed.storage.columns, engine.pool.n_workers, layout.n_timesteps
-    if fed.takes_any_environment:
-        if n_workers > 1:
-            raise SpecError(f"feed: the memory has one lane, and {n_workers} workers cannot share it: needed are "
-                            f"{layout.n_slots} lanes, one for each environment")  # fmt: skip
-        n_timesteps *= layout.n_slots
-    elif columns.n_lanes < layout.n_slots:
-        raise SpecError(f"feed: the memory has {columns.n_lanes} lanes, needed are {layout.n_slots}, "
-                        "one for each environment")  # fmt: skip
+def stop_feeding(life: Lifecycle) -> None:
+    """Forgets which memory a batcher feeds."""
+    for key, owner in list(_fed.items()):
+        if owner() is life:
+            del _fed[key]
+
+
+def _feed_by_workers(
+    engine: Engine, own: FedMemory, example: Trajectories, names: Mapping[str, str], run_ahead: int
+) -> Fed | None:
+    """Prepares a memory for workers; returns None if only this process can write to it."""
+    transport, storage, has_one_lane = engine.transport, own.storage, own.takes_any_environment
+    if storage is None:
+        return None
+    n_slots, columns = transport.layout.n_slots, storage.columns
+    if columns.n_lanes < n_slots and not has_one_lane:
+        raise SpecError(f"feed: the memory has {columns.n_lanes} lanes, needed are {n_slots}, one for each environment")
+    has_writers = isinstance(transport, SlotTransport) and not (has_one_lane and engine.pool.n_workers > 1)
+    if own.is_for_one_process or not has_writers:
+        return None
+    n_timesteps = transport.layout.n_timesteps * (n_slots if has_one_lane else 1)
     if n_timesteps > columns.capacity:
         raise SpecError(f"feed: a lane of the memory has {columns.capacity} rows, and a rollout up to {n_timesteps}")
+    try:
+        storage.share()
+    except StateError:  # it lies on a device, or holds objects
+        return None
+    own.define_columns(example, names)
+    feed = Feed(own.writer, names, [record.n_ordered for record in engine.supervisor.records])
+    return FedByWorkers(feed, storage, has_one_lane, engine.supervisor, cast(SlotTransport, transport), run_ahead)
 
 
 def _make_example(layout: Layout) -> Trajectories:

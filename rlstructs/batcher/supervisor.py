@@ -51,6 +51,8 @@ class Supervisor:
         self.can_replace = policy == RESTART and pool.can_restart
         self._replaced: set[int] = set()
         self._failures: dict[int, BaseException] = {}  # of workers that are yet to be replaced
+        #: Called with the workers that have ended, before their successors are asked for anything.
+        self.on_restart: Callable[[list[int]], None] = lambda indexes: None
         #: The moments that environments normalise by, by name. The dict is replaced, never modified.
         self.statistics: dict[str, Moments] = {}
         # The requests, by method, that a successor gets in this order before it takes part.
@@ -375,6 +377,7 @@ class Supervisor:
             self._replaced |= set(indexes)
         requests = self.pool.restart({index: self._make_successor_arguments(index) for index in indexes})
         self.pool.settle(requests)
+        self.on_restart(indexes)
         failures = _find_failures(requests)
         for method, arguments in self._lasting.items():
             replies, more = self.call_some(method, arguments, [index for index in indexes if index not in failures])

@@ -192,7 +192,7 @@ class NodeJob:
             self._last = batch
             rows, n_elems = engine.transport.running_rows(), engine.n_elems
             columns, gathered = columns_of(slots, rows, batch.n_timesteps), engine.supervisor.list_statistics(orders)
-            n_running = engine.end_rollouts(orders)
+            n_running = engine.end_rollouts(orders, batch)
             self._all_ended = not n_running
             running = None if n_running == n_elems else engine.transport.running_rows().tolist()
             ran = None if rows.size == n_elems else rows.tolist()

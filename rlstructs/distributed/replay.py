@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,22 @@ from workers.interrupts import defer_interrupt
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class ReplayFeed:
+    """What `RL_Batcher.feed` needs of a `RayReplay`, whose rows are in no process that could be written to.
+
+    Args:
+        names: name in the memory -> key of the trajectories.
+    """
+
+    names: Mapping[str, str]
+    storage: None = None
+
+    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
+        """Those that the memory was made with."""
+        return dict(self.names)
 
 
 @set_module("rlstructs")
@@ -136,6 +152,25 @@ class RayReplay:
             asked = [self._pool.ask("extend", dtypes, largest, own, only=[shard])[0]
                      for shard, own in enumerate(sent)]  # fmt: skip
         self._pool.gather(asked)
+
+    def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
+        """Does what `extend` does.
+
+        Args:
+            trajectories: with `env_index` in their info.
+            names: None, or those that the memory was made with.
+
+        Raises:
+            MissingKeyError, SpecError, TypeError: they do not fit; the memory is unchanged.
+            WorkerError: a shard is gone.
+        """
+        if names is not None and dict(names) != self._names:
+            raise SpecError(f"add_trajectories: this memory was made with names={self._names}, got {dict(names)}")
+        self.extend(trajectories)
+
+    def make_feed(self) -> ReplayFeed:
+        """Returns what `RL_Batcher.feed` needs of this memory."""
+        return ReplayFeed(self._names)
 
     def sample(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
-from rlstructs.errors import SpecError
 from rlstructs.memories.intake import Intake, convert_steps, write_steps
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.from_trajectories import NAMES, POLICY_VERSION, Steps, take_trajectories
@@ -34,16 +33,11 @@ class MemoryFeed:
 
     Args:
         tensors: the tensors.
-        exports: whether the memory saves what it is given.
-
-    Raises:
-        SpecError: it does; rows of workers would not be saved.
+        exports: whether the memory saves what it is given, which writers in other processes would not.
     """
 
     def __init__(self, tensors: Tensors, exports: bool) -> None:
-        if exports:
-            raise SpecError("feed: a memory with export=True saves what it is given, and no rows of workers: use save")
-        self._tensors = tensors
+        self._tensors, self.is_for_one_process = tensors, exports
 
     @property
     def storage(self) -> Storage:

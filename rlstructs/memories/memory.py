@@ -223,7 +223,7 @@ class Memory(CopiedWhole, ABC):
         self._tensors.allocate().share()
 
     def make_feed(self) -> MemoryFeed:
-        """Returns what `RL_Batcher.feed` needs of this memory; raises SpecError if it exports itself."""
+        """Returns what `RL_Batcher.feed` needs of this memory."""
         return MemoryFeed(self._tensors, self.export)
 
     def reset(self) -> None:

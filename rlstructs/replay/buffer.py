@@ -93,7 +93,7 @@ class Buffer(CopiedWhole):
         self._intake.add_trajectories(trajectories, names)
 
     def make_feed(self) -> Intake:
-        """Returns what `RL_Batcher.feed` needs of this buffer; raises StateError if workers cannot write to it."""
+        """Returns what `RL_Batcher.feed` needs of this buffer."""
         return self._intake
 
     # Files and copies

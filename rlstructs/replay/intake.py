@@ -35,6 +35,9 @@ class Intake:
         unknown, missing: how trajectories with unknown or missing keys are treated; see `write`.
     """
 
+    # Whether only the process that has made the store can write to it.
+    is_for_one_process = False
+
     def __init__(self, storage: Storage, owner: str, unknown: str = ERROR, missing: str = ERROR) -> None:
         self.storage, self.owner, self.unknown, self.missing = storage, owner, unknown, missing
         # Whether trajectories of all environments are appended to one lane.

@@ -74,14 +74,22 @@ class Storage(CopiedWhole):
         self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
         self.lock = threading.RLock()
         self._span: Span | None = None
+        # The counters that this process reads by while others write; None for those that all share.
+        self._shown: np.ndarray | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
         renew_lock_after_fork(self)
 
+    def show(self, counters: np.ndarray | None) -> None:
+        """Has this process read by other counters, and refuse to write; None ends that."""
+        self._shown = counters
+        self._map()
+
     def _map(self) -> None:
-        counters = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
+        live = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
+        counters = live if self._shown is None else self._shown
         self.columns.ring = self.ring = Ring(counters, self.columns.capacity)
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
@@ -141,12 +149,18 @@ class Storage(CopiedWhole):
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
         """
         with self.lock:
-            self.version += 1
+            self._note_change()
             self.ring.counters[...] = counters
             if episodes is not None:
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+
+    def _note_change(self) -> None:
+        """Counts a change of rows or counters; raises StateError if they are for others to change."""
+        if self._shown is not None:
+            raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
+        self.version += 1
 
     def track_episodes(self) -> Episodes:
         """Records episodes from now on; the rows already in a lane become one episode."""
@@ -163,13 +177,13 @@ class Storage(CopiedWhole):
             episodes = self.track_episodes()
             every = np.arange(self.columns.n_lanes)[lanes]
             for lane in every[episodes.open_lengths(lanes) > 0].tolist():
-                self.version += 1
+                self._note_change()
                 episodes.close(lane)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
         with self.lock:
-            self.version += 1
+            self._note_change()
             self.track_episodes().rebuild(done)
 
     def write(
@@ -199,7 +213,7 @@ class Storage(CopiedWhole):
             done = np.zeros(lead, bool)
         n_timesteps, capacity = lead[1], self.columns.capacity
         with self.lock:
-            self.version += 1
+            self._note_change()
             if n_timesteps <= capacity:
                 self._write(block, lanes, n_timesteps, lengths, done, starts)
                 return
@@ -285,7 +299,7 @@ class Storage(CopiedWhole):
     def clear(self, lanes: slice | np.ndarray = ALL) -> None:
         """Drops every row of some lanes."""
         with self.lock:
-            self.version += 1
+            self._note_change()
             self.ring.clear(self.alignment, lanes)
             self.poison(self.columns.specs, lanes)
 
@@ -374,10 +388,11 @@ class Storage(CopiedWhole):
         return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("ring", "lock", "_span")}
+        left_out = ("ring", "lock", "_span", "_shown")
+        return {key: value for key, value in super().__getstate__().items() if key not in left_out}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self.lock, self._span = threading.RLock(), None
+        self.lock, self._span, self._shown = threading.RLock(), None, None
         self._map()
         renew_lock_after_fork(self)

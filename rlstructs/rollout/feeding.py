@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,12 @@ class FedMemory(Protocol):
         """Whether the trajectories of all environments go to a single lane."""
 
     @property
-    def storage(self) -> Storage:
-        """The store."""
+    def is_for_one_process(self) -> bool:
+        """Whether only the process that has made the memory can write to it, by its `add_trajectories`."""
+
+    @property
+    def storage(self) -> Storage | None:
+        """The store; None if it lies elsewhere."""
 
     @property
     def writer(self) -> Writer:
@@ -52,17 +56,19 @@ class Feed:
     Args:
         writer: writes to its store.
         names: column -> key of the trajectories.
+        first_numbers: by worker, the number of its first rollout that is written.
         version_before: the number of updates that the worker's own count leaves out.
     """
 
     writer: Writer
     names: Mapping[str, str]
+    first_numbers: Sequence[int]
     version_before: int = 0
 
-    def write(self, slots: Slots, version: int) -> None:
-        """Writes the rollout in some slots, of an agent that has had `version` updates."""
+    def write(self, slots: Slots, number: int, version: int) -> None:
+        """Writes a worker's rollout of this number in its slots, of an agent that has had `version` updates."""
         n_timesteps = int(slots.lengths.max())
-        if not n_timesteps:  # it was ended early
+        if not n_timesteps or number < self.first_numbers[slots.first // slots.n]:  # it was ended early, or is older
             return
         steps = slots.lend(None, n_timesteps)
         versions = torch.full((slots.n, 1), self.version_before + version, dtype=torch.int64, device="cpu")

@@ -110,7 +110,7 @@ class RolloutJob:
         """Makes later rollouts write their steps to a memory, too.
 
         Args:
-            packed: a `Feed`, packed by `workers.attaching`.
+            packed: a `Feed`, or None for no memory, packed by `workers.attaching`.
         """
         self._feed = attach(packed)
 
@@ -156,7 +156,7 @@ class RolloutJob:
             began = perf_counter()
             progress = self._acquire(number, slots, progress)
             if self._feed is not None:
-                self._feed.write(slots, self._inbox.version)
+                self._feed.write(slots, number, self._inbox.version)
             self._clock.busy += perf_counter() - began
             goes_on = progress.running.size == slots.n or self._env.defers_resets
             running = None if goes_on else progress.running.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -57,7 +58,8 @@ class Makers:
         arguments = select_arguments(self._make, offered, only_named=True)  # `gymnasium.make` has `**kwargs`
         first = call_factory("env is called", self._make, arguments)
         if isinstance(first, gymnasium.Env):
-            made: Any = self._kind([first, *(self._make(**arguments) for _ in range(self._n_envs - 1))], seed)
+            rest = _without_check(self._make)
+            made: Any = self._kind([first, *(rest(**arguments) for _ in range(self._n_envs - 1))], seed)
         elif isinstance(first, gymnasium.vector.VectorEnv):
             made = GymVectorEnv(first, seed)
         else:
@@ -93,6 +95,13 @@ class Makers:
         if space is None:
             raise SpecError("agent: the environments have no action_space: give an RL_Agent")
         return space
+
+
+def _without_check(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, or `gymnasium.make` without the wrapper that checks first calls and slows down all others."""
+    if not isinstance(make, partial) or make.func is not gymnasium.make or "disable_env_checker" in make.keywords:
+        return make
+    return partial(make, disable_env_checker=True)
 
 
 def select_arguments(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
+
 import gymnasium
 import pytest
 import torch
@@ -17,6 +20,7 @@ from rlstructs import (
     SpecError,
     StateError,
 )
+from rlstructs.rollout.makers import Makers
 
 CARTPOLE = "CartPole-v1"
 
@@ -149,3 +153,15 @@ def test_a_network_acts_with_the_weights_of_its_last_update():
         episodes = batcher.evaluate(4, seed=1)
     assert (before.trajectories["action/action"] == 0).all() and (after.trajectories["action/action"] == 1).all()
     assert isinstance(episodes, DictTensor) and len(episodes) == 4
+
+
+def test_gymnasium_checks_one_environment_of_a_worker_and_not_those_that_are_made_with_it():
+    def is_checked(env):
+        return "PassiveEnvChecker" in str(env)
+
+    makers = Makers(partial(gymnasium.make, "CartPole-v1"), None, 3)
+    with closing(makers.create_env(seed=0)) as made:
+        assert [is_checked(env) for env in made._envs] == [True, False, False]
+    told = Makers(partial(gymnasium.make, "CartPole-v1", disable_env_checker=False), None, 2)
+    with closing(told.create_env(seed=0)) as made:
+        assert all(is_checked(env) for env in made._envs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -92,6 +92,7 @@ class CachedIntake(TransitionIntake):
     """
 
     table: JoinedTable
+    is_for_one_process = True  # a row is in one store first, and later in another
 
     def __init__(self, table: JoinedTable, owner: str, options: Options, main: TransitionIntake) -> None:
         super().__init__(table, owner, options)
@@ -316,10 +317,6 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return views
 
     # Files
-
-    def make_feed(self) -> NoReturn:
-        """Raises StateError: a row is in one store first, and later in another."""
-        raise StateError(f"feed: a {type(self).__name__} has stores of several kinds; use a VectorReplayBuffer")
 
     def _inner(self) -> dict[str, Buffer]:
         return {"main": self.main_buffer}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from rlstructs.errors import StateError
 from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.claims import Claims
@@ -47,6 +46,7 @@ class DictTensorBase(Buffer):
             1, parts.storage.capacity, seed=_find_seed(generator), framework=framework, device=device,
             reading=parts.reading, columns=parts.storage.columns(),
         )  # fmt: skip
+        self._intake.is_for_one_process = True  # writers would need turns, and samplers follow them
         parts.start(self._storage, self._export, self)
         self._rows = RowIntake(parts, self._intake)
         if (data := parts.storage.data) is not None:
@@ -205,10 +205,6 @@ class DictTensorBase(Buffer):
         If these are all rows, there may be new columns.
         """
         self[: take_rows(data, "write_all").n if end is None else end] = data
-
-    def make_feed(self) -> NoReturn:
-        """Raises StateError: all rows are in one ring, where writers of several processes would need turns."""
-        raise StateError(f"feed: a {type(self).__name__} has one ring for all; use a VectorReplayBuffer or a memory")
 
     # Files and copies
 

@@ -1,0 +1,181 @@
+"""A memory that is fed: what is done for it whenever rollouts are ordered, handed out, lost or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.supervisor import Supervisor
+from rlstructs.batcher.transport import SlotTransport
+from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.replay.from_trajectories import POLICY_VERSION
+from rlstructs.replay.ring import HEAD, RESERVED
+from rlstructs.replay.store import Storage
+from rlstructs.rollout.feeding import Feed
+from rlstructs.shared.loan import Loan
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.trajectories import Trajectories
+
+
+class Fed(Protocol):
+    """A memory that is fed.
+
+    Attributes:
+        feed: what workers need to write to it; None if they do not.
+    """
+
+    feed: Feed | None
+
+    def begin_rollouts(self) -> None:
+        """Is called before rollouts are ordered."""
+
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+        """Is called when rollouts are about to be handed out, by worker; what it raises leaves them as they are."""
+
+    def restart(self, workers: Collection[int]) -> None:
+        """Is called when these workers have ended, before their successors begin."""
+
+    def drop(self) -> None:
+        """Is called when rollouts that were under way are dropped, and no worker writes."""
+
+
+class FedByWorkers:
+    """A memory that workers write to, of which this process sees the rollouts that were handed out.
+
+    Workers are ahead of that. The rows that the rollouts under way may overwrite are not seen either, written or not,
+    so that what is drawn does not depend on what workers are doing.
+
+    Args:
+        feed: writes to the store.
+        storage: the store, in shared memory.
+        has_one_lane: whether a single worker appends to a single lane, one environment after another.
+        supervisor, transport: of the rollouts.
+        run_ahead: see `RL_Batcher`.
+    """
+
+    def __init__(
+        self, feed: Feed, storage: Storage, has_one_lane: bool, supervisor: Supervisor, transport: SlotTransport,
+        run_ahead: int,
+    ) -> None:  # fmt: skip
+        self.feed: Feed | None = feed
+        self._first_numbers, self._storage, self._has_one_lane = feed.first_numbers, storage, has_one_lane
+        self._supervisor, self._transport, self._n_allowed = supervisor, transport, run_ahead + 1
+        # The counters that workers write, and those by which this process reads; None while none is under way.
+        self._live: np.ndarray | None = None
+        self._shown = np.zeros((0, 0), np.int64)
+        # Below these steps rows may have been overwritten by rollouts that were lost.
+        self._lost = np.zeros(0, np.int64)
+
+    def begin_rollouts(self) -> None:
+        """Hides what workers will write until it is handed out."""
+        if self._live is None:
+            self._live = self._storage.ring.counters
+            self._shown, self._lost = self._live.copy(), self._live[RESERVED].copy()
+            self._storage.show(self._shown)
+        self._reserve([self._n_allowed] * len(self._transport.blocks))
+
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+        """Shows the rows of rollouts that are handed out."""
+        if self._live is None:  # they were ordered before `feed`
+            return
+        for worker, order in orders.items():
+            self._shown[HEAD][self._lanes_of(worker)] += self._count_rows(worker, order)
+        records = self._supervisor.records
+        n_under_way = [len(record.orders) - (worker in orders) for worker, record in enumerate(records)]
+        self._reserve(n_under_way)
+        if not any(n_under_way):  # both are the same now
+            self._live = None
+            self._storage.show(None)
+
+    def restart(self, workers: Collection[int]) -> None:
+        """Takes back what workers had written of a rollout that was lost with them."""
+        if self._live is None:
+            return
+        records = self._supervisor.records
+        for worker in workers:
+            lanes = self._lanes_of(worker)
+            done = [self._count_rows(worker, order) for order in records[worker].orders if order.is_done]
+            self._live[HEAD][lanes] = self._shown[HEAD][lanes] + sum(done)
+            self._lost[lanes] = self._live[RESERVED][lanes]
+        self._reserve([len(record.orders) for record in records])
+
+    def drop(self) -> None:
+        """Takes back what was not handed out."""
+        if self._live is None:
+            return
+        # The head last: what it goes back over is reserved by then.
+        self._live[RESERVED] = self._shown[RESERVED]
+        self._live[HEAD] = self._shown[HEAD]
+        self._live = None
+        self._storage.show(None)
+        if self._storage.episodes is not None:
+            self._storage.episodes.reopen(slice(None))
+
+    def _lanes_of(self, worker: int) -> slice:
+        block = self._transport.blocks[worker]
+        return slice(0, 1) if self._has_one_lane else slice(block.start, block.stop)
+
+    def _count_rows(self, worker: int, order: RolloutOrder) -> Any:
+        """The number of rows that a rollout has written to each lane of its worker."""
+        if order.is_lost or order.number < self._first_numbers[worker]:
+            return 0
+        block, slots = self._transport.blocks[worker], self._transport.slots
+        lengths = slots[order.number % len(slots)].lengths[block.start : block.stop]
+        return lengths.sum() if self._has_one_lane else lengths
+
+    def _reserve(self, n_rollouts: list[int]) -> None:
+        """Hides the rows that so many rollouts of each worker may overwrite."""
+        n_timesteps, reserved = self._transport.layout.n_timesteps, self._shown[HEAD].copy()
+        for worker, n in enumerate(n_rollouts):
+            n_each = len(self._transport.blocks[worker]) if self._has_one_lane else 1
+            reserved[self._lanes_of(worker)] += n * n_timesteps * n_each
+        self._shown[RESERVED] = np.maximum(reserved, self._lost)
+
+
+class FedHere:
+    """A memory to which the trainer adds rollouts as it hands them out, because workers cannot write to it.
+
+    Args:
+        add: `add_trajectories` of the memory.
+        names: column -> key of the trajectories.
+        take: gives the trajectories of a batch; they are used at once.
+    """
+
+    feed: Feed | None = None
+
+    def __init__(
+        self, add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str],
+        take: Callable[[Batch], Trajectories],
+    ) -> None:  # fmt: skip
+        self._add, self._names, self._take = add, names, take
+
+    def begin_rollouts(self) -> None:
+        """Does nothing."""
+
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+        """Adds the rollouts."""
+        trajectories = self._take(batch)
+        if POLICY_VERSION in self._names.values():
+            trajectories = with_versions(trajectories)
+        self._add(trajectories, self._names)
+
+    def restart(self, workers: Collection[int]) -> None:
+        """Does nothing: what was lost is not handed out."""
+
+    def drop(self) -> None:
+        """Does nothing."""
+
+
+def with_versions(trajectories: Trajectories) -> Trajectories:
+    """The same trajectories with the policy version of each as a key of its steps."""
+    steps, lengths = trajectories.trajectories, trajectories.lengths
+    versions = trajectories.info[POLICY_VERSION][:, None].expand(-1, steps.n_timesteps())
+    lent = steps._tensors
+    if isinstance(lent, Loan):
+        found: Mapping[str, Any] = lent.with_views({**lent.views, POLICY_VERSION: versions})
+    else:
+        found = {**lent, POLICY_VERSION: versions}
+    return Trajectories.trusted(trajectories.info, TemporalDictTensor.trusted(found, lengths))
