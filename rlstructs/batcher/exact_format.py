@@ -33,14 +33,14 @@ KEYS = {"phase", "settings", "environments", "trainer", "jobs"}
 def pack(engine: Engine, state: EngineState, phase: Phase) -> dict[str, Any]:
     """Makes the exact part of a state dict; warns where new episodes begin."""
     for worker, job in enumerate(state.jobs):
-        if job.begins_episodes:
+        if job.why:
             warnings.warn(
                 f"state_dict: all environments of {engine.supervisor.noun} {worker} begin new episodes: {job.why}",
                 stacklevel=4,
             )
     jobs = [job.as_dict() for job in state.jobs]
     trainer = dumps(state.trainer).as_tensors()
-    _share_equal([trainer, *jobs])
+    _share_equal([trainer, *(part for job in jobs for part in job.get("workers", [job]))])
     return {
         "phase": phase.name,
         "settings": _list_settings(engine),
