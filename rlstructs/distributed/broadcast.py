@@ -24,7 +24,7 @@ class Broadcast:
         self._check_size, self.version = check_size, 0
 
     def pack(self, info: Any) -> Any:
-        """Returns what to send for an update, or a `Parcel` of one: its bytes, or a reference to Ray's object store if it is large.
+        """Returns what to send for an update, or a `Parcel` of one: its bytes, or a reference to the object store.
 
         Raises:
             OutOfMemoryError: an object store is too small.
