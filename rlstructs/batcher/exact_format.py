@@ -3,8 +3,8 @@
 It holds dicts, lists, tensors, numbers and texts:
 
     phase                   of the batcher
-    settings                what must be the same in the batcher that loads it: n_timesteps, run_ahead, and how many
-                            workers each of its records stands for
+    settings                what must be the same in the batcher that loads it: n_timesteps, run_ahead, and either
+                            `workers`, a 1 for each, or `nodes`, the number of workers of each
     environments            for each: its worker, its name, and the method that brings it back
     trainer                 a pickled `TrainerState`
     jobs                    the states of the jobs, pickled
@@ -77,7 +77,7 @@ def _list_settings(engine: Engine) -> dict[str, Any]:
     return {
         "n_timesteps": layout.n_timesteps,
         "run_ahead": supervisor.run_ahead,
-        f"workers of each {supervisor.noun}": supervisor.record_sizes,
+        f"{supervisor.noun}s": supervisor.record_sizes,
     }
 
 

@@ -38,8 +38,9 @@ def describe_state(path: Path, state: dict[str, Any]) -> Iterator[str]:
         yield "  environments: new ones will begin new episodes"
         return
     yield f"  phase: {_text(exact.get('phase'))}"
-    for name, value in exact.get("settings", {}).items():
-        yield f"  {_text(name)}: {_text(value)}"
+    for name in ("n_timesteps", "run_ahead", "nodes"):
+        if name in (settings := exact.get("settings", {})):
+            yield f"  {name}: {_text(settings[name])}"
     counts = Counter((_text(each.get("name")), _text(each.get("method"))) for each in exact.get("environments", []))
     for (name, method), n in counts.items():
         yield f"  environments: {n:,} x {name}, brought back by {method}"
