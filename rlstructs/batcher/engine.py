@@ -24,6 +24,7 @@ from rlstructs.seeding import seeds_argument
 from rlstructs.shared import weights
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import SlotBuffers
+from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -48,6 +49,9 @@ class Outbox(Protocol):
 
     def record_sent(self, packed: Any, requests: list[Future]) -> None:
         """Records that workers were sent this update."""
+
+    def read_last(self) -> Parcel | None:
+        """The last update, copied; None if there was none, or if whoever passes it on has it."""
 
     def forget(self, workers: Collection[int]) -> None:
         """Forgets requests to workers that were replaced; their successors have only got the last update."""
@@ -78,6 +82,10 @@ class Engine:
         n_envs: E, the number of environments of one worker.
         arenas: shared memory, which `free` closes.
         on_new_episodes: called with the workers whose environments begin new episodes, by a reset, restart or load.
+
+    Attributes:
+        version_before: the number of updates before the first one that the outbox counts.
+        meter: counts what is handed out.
     """
 
     def __init__(
@@ -92,9 +100,8 @@ class Engine:
     ) -> None:
         self.settings, self.supervisor, self.transport, self.outbox = settings, supervisor, transport, outbox
         self.n_envs, self.arenas, self._on_new_episodes = n_envs, arenas, on_new_episodes
-        # The number of updates before the first one that the outbox counts.
-        self._version_before = 0
-        self._meter = Meter()
+        self.version_before = 0
+        self.meter = Meter()
         # The memory that is fed. Keeping it keeps the shared memory open, which successors of workers open too.
         self._fed: Fed | None = None
         supervisor.on_restart = self._note_restart
@@ -112,7 +119,7 @@ class Engine:
     @property
     def policy_version(self) -> int:
         """The number of updates so far."""
-        return self._version_before + self.outbox.version
+        return self.version_before + self.outbox.version
 
     def reset(self, infos: Mapping[str, DictTensor]) -> None:
         """Starts an episode in every environment; `infos` are `agent_info` and `env_info`."""
@@ -127,7 +134,7 @@ class Engine:
             self.transport.set_agent_info(agent_info)
         if self._fed is not None:
             self._fed.begin_rollouts()
-        with self._meter.wait():  # with no processes the rollouts run here
+        with self.meter.wait():  # with no processes the rollouts run here
             self.supervisor.begin_rollouts(self.transport.write_agent_info)
         self.begin_successors()
 
@@ -153,9 +160,9 @@ class Engine:
             n: the number of workers to wait for; None for all.
             cuts: whether the other workers then end their rollouts early, and are waited for too.
         """
-        with self._meter.wait():
+        with self.meter.wait():
             orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
-        return orders, self.transport.make_batch(orders, self._version_before, self.policy_version)
+        return orders, self.transport.make_batch(orders, self.version_before, self.policy_version)
 
     def end_rollouts(
         self, orders: Mapping[int, RolloutOrder], batch: Batch, trajectories: Trajectories | None = None
@@ -169,7 +176,7 @@ class Engine:
         if self._fed is not None:  # first, because a memory may refuse them
             self._fed.end_rollouts(orders, batch)
         if trajectories is not None:
-            self._meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
+            self.meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
         self.transport.end_rollouts(orders, trajectories)
         self.supervisor.end_rollouts(orders)
         if self.supervisor.has_successors:
@@ -185,7 +192,7 @@ class Engine:
         """Has the steps of later rollouts written to a memory, or to none."""
         feed = None if fed is None else fed.feed
         if feed is not None or (self._fed is not None and self._fed.feed is not None):
-            self.supervisor.feed(pack(feed and dataclasses.replace(feed, version_before=self._version_before)))
+            self.supervisor.feed(pack(feed and dataclasses.replace(feed, version_before=self.version_before)))
         self._drop_fed()
         self._fed = fed
 
@@ -215,8 +222,12 @@ class Engine:
         self._begin_episodes(range(self.pool.n_workers))
         self.supervisor.set_statistics(statistics)
         self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
-        self._version_before = state["weights_version"] - self.outbox.version
-        self._meter.n_steps = state.get("steps", 0)
+        self.meter.n_steps = state.get("steps", 0)
+        self.resume(self.meter, state["weights_version"] - self.outbox.version)
+
+    def resume(self, meter: Meter, version_before: int) -> None:
+        """Goes on to count from a state; `version_before` is the number of updates that the outbox leaves out."""
+        self.meter, self.version_before = meter, version_before
         self.feed(self._fed)
 
     def stats(self) -> dict[str, Any]:
@@ -234,13 +245,13 @@ class Engine:
     @property
     def n_steps(self) -> int:
         """How many steps of all environments together were handed out."""
-        return self._meter.n_steps
+        return self.meter.n_steps
 
     def metrics(self) -> dict[str, float]:
         """What `RL_Batcher.metrics` returns."""
         return {
             **self.transport.episodes.take_means(),
-            **self._meter.take(),
+            **self.meter.take(),
             "rollout/restarts": float(self.supervisor.n_restarts),
         }
 
