@@ -104,6 +104,8 @@ class Engine:
         self.meter = Meter()
         # The memory that is fed. Keeping it keeps the shared memory open, which successors of workers open too.
         self._fed: Fed | None = None
+        # Of a loaded state until a memory is fed: by worker, the number of the first rollout that this memory gets.
+        self._waiting_from: Sequence[int] | None = None
         supervisor.on_restart = self._note_restart
 
     @property
@@ -132,6 +134,7 @@ class Engine:
         """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
         if agent_info is not None:
             self.transport.set_agent_info(agent_info)
+        self._waiting_from = None
         if self._fed is not None:
             self._fed.begin_rollouts()
         with self.meter.wait():  # with no processes the rollouts run here
@@ -195,6 +198,9 @@ class Engine:
             self.supervisor.feed(pack(feed and dataclasses.replace(feed, version_before=self.version_before)))
         self._drop_fed()
         self._fed = fed
+        if fed is not None and self._waiting_from is not None:
+            fed.resume(self._waiting_from, self.version_before)
+            self._waiting_from = None
 
     def _drop_fed(self) -> None:
         """Takes back what workers have written of rollouts that will not be handed out with the memory."""
@@ -225,10 +231,21 @@ class Engine:
         self.meter.n_steps = state.get("steps", 0)
         self.resume(self.meter, state["weights_version"] - self.outbox.version)
 
-    def resume(self, meter: Meter, version_before: int) -> None:
-        """Goes on to count from a state; `version_before` is the number of updates that the outbox leaves out."""
-        self.meter, self.version_before = meter, version_before
+    def resume(self, meter: Meter, version_before: int, fed_from: Sequence[int] | None = None) -> None:
+        """Goes on to count from a state.
+
+        Args:
+            meter: counts what is handed out.
+            version_before: the number of updates that the outbox leaves out.
+            fed_from: by worker, the number of its first rollout that a memory gets; None for none of those that wait.
+        """
+        self.meter, self.version_before, self._waiting_from = meter, version_before, fed_from
         self.feed(self._fed)
+
+    @property
+    def fed_from(self) -> Sequence[int] | None:
+        """By worker, the number of its first rollout that the memory gets; None if none is fed."""
+        return None if self._fed is None else self._fed.first_numbers
 
     def stats(self) -> dict[str, Any]:
         """What `RL_Batcher.stats` returns."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class TrainerState(NamedTuple):
         episodes, meter: those of the engine.
         version, version_before: the number of updates, and of those that workers do not count.
         update: the last one; None if there was none.
+        fed_from: by worker, the number of its first rollout that a memory gets; None if none is fed.
     """
 
     records: list[dict[str, Any]]
@@ -63,6 +65,7 @@ class TrainerState(NamedTuple):
     version: int
     version_before: int
     update: Parcel | None
+    fed_from: Sequence[int] | None
 
 
 class EngineState(NamedTuple):
@@ -189,6 +192,7 @@ def _take_trainer_state(engine: Engine, jobs: list[Any]) -> TrainerState:
         engine.policy_version,
         engine.version_before,
         engine.outbox.read_last() or jobs[0].last_update,
+        engine.fed_from,
     )
 
 
@@ -219,7 +223,7 @@ def _load_trainer_state(engine: Engine, state: TrainerState) -> None:
             transport.write_rollout(worker, order.number, order.content)
     transport.running, transport.episodes = state.running, state.episodes
     supervisor.set_statistics(state.statistics)
-    engine.resume(state.meter, version_before)
+    engine.resume(state.meter, version_before, state.fed_from)
 
 
 def _make_order(worker: int, state: OrderState, behind: int) -> RolloutOrder:

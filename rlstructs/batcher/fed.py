@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +25,11 @@ class Fed(Protocol):
 
     Attributes:
         feed: what workers need to write to it; None if they do not.
+        first_numbers: by worker, the number of its first rollout that the memory gets.
     """
 
     feed: Feed | None
+    first_numbers: Sequence[int]
 
     def begin_rollouts(self) -> None:
         """Is called before rollouts are ordered."""
@@ -40,6 +42,14 @@ class Fed(Protocol):
 
     def drop(self) -> None:
         """Is called when rollouts that were under way are dropped, and no worker writes."""
+
+    def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
+        """Is called when rollouts of a loaded state wait to be handed out, and no worker writes.
+
+        Args:
+            first_numbers: by worker, the number of its first rollout that the memory gets.
+            version_before: the number of updates that the workers' own counts leave out.
+        """
 
 
 class FedByWorkers:
@@ -61,7 +71,7 @@ class FedByWorkers:
         run_ahead: int,
     ) -> None:  # fmt: skip
         self.feed: Feed | None = feed
-        self._first_numbers, self._storage, self._has_one_lane = feed.first_numbers, storage, has_one_lane
+        self.first_numbers, self._storage, self._has_one_lane = feed.first_numbers, storage, has_one_lane
         self._supervisor, self._transport, self._n_allowed = supervisor, transport, run_ahead + 1
         # The counters that workers write, and those by which this process reads; None while none is under way.
         self._live: np.ndarray | None = None
@@ -72,9 +82,7 @@ class FedByWorkers:
     def begin_rollouts(self) -> None:
         """Hides what workers will write until it is handed out."""
         if self._live is None:
-            self._live = self._storage.ring.counters
-            self._shown, self._lost = self._live.copy(), self._live[RESERVED].copy()
-            self._storage.show(self._shown)
+            self._hide(self._storage.ring.counters.copy())
         self._reserve([self._n_allowed] * len(self._transport.blocks))
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
@@ -114,13 +122,35 @@ class FedByWorkers:
         if self._storage.episodes is not None:
             self._storage.episodes.reopen(slice(None))
 
+    def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
+        """Writes what workers had written when the state was taken, and hides it until it is handed out."""
+        assert self.feed is not None
+        self.first_numbers = first_numbers
+        orders = [record.orders for record in self._supervisor.records]
+        if not any(orders):
+            return
+        shown = self._storage.ring.counters.copy()
+        here = FedHere(self.feed.writer.add_trajectories, self.feed.names, Batch.read, first_numbers)
+        for worker, order in ((worker, order) for worker, each in enumerate(orders) for order in each):
+            if not order.is_lost and order.number >= first_numbers[worker]:
+                one = {worker: order}
+                here.end_rollouts(one, self._transport.make_batch(one, version_before, version_before))
+        self._hide(shown)
+        self._reserve([len(each) for each in orders])
+
+    def _hide(self, shown: np.ndarray) -> None:
+        """Has this process read by its own counters, and no longer by those that workers write."""
+        self._live = self._storage.ring.counters
+        self._shown, self._lost = shown, shown[RESERVED].copy()
+        self._storage.show(shown)
+
     def _lanes_of(self, worker: int) -> slice:
         block = self._transport.blocks[worker]
         return slice(0, 1) if self._has_one_lane else slice(block.start, block.stop)
 
     def _count_rows(self, worker: int, order: RolloutOrder) -> Any:
         """The number of rows that a rollout has written to each lane of its worker."""
-        if order.is_lost or order.number < self._first_numbers[worker]:
+        if order.is_lost or order.number < self.first_numbers[worker]:
             return 0
         block, slots = self._transport.blocks[worker], self._transport.slots
         lengths = slots[order.number % len(slots)].lengths[block.start : block.stop]
@@ -142,15 +172,16 @@ class FedHere:
         add: `add_trajectories` of the memory.
         names: column -> key of the trajectories.
         take: gives the trajectories of a batch; they are used at once.
+        first_numbers: see `Fed`.
     """
 
     feed: Feed | None = None
 
     def __init__(
         self, add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str],
-        take: Callable[[Batch], Trajectories],
+        take: Callable[[Batch], Trajectories], first_numbers: Sequence[int],
     ) -> None:  # fmt: skip
-        self._add, self._names, self._take = add, names, take
+        self._add, self._names, self._take, self.first_numbers = add, names, take, first_numbers
 
     def begin_rollouts(self) -> None:
         """Does nothing."""
@@ -167,6 +198,9 @@ class FedHere:
 
     def drop(self) -> None:
         """Does nothing."""
+
+    def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
+        """Does nothing: they are added when they are handed out."""
 
 
 def with_versions(trajectories: Trajectories) -> Trajectories:

@@ -52,7 +52,8 @@ def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str
     fed = _feed_by_workers(engine, own, example, names, run_ahead)
     if fed is None:
         is_here = isinstance(engine.transport, SlotTransport)
-        fed = FedHere(memory.add_trajectories, names, Batch.lend if is_here else Batch.read)
+        take = Batch.lend if is_here else Batch.read
+        fed = FedHere(memory.add_trajectories, names, take, [0] * engine.pool.n_workers)
     stop_feeding(life)
     _fed[key] = weakref.ref(life)
     return fed

@@ -170,29 +170,45 @@ def test_a_worker_that_dies_while_the_state_is_taken_is_replaced():
         assert found[:4] == expected[:4] and other.stats()["restarts"] == 1
 
 
-def test_workers_go_on_to_write_to_a_memory():
-    found = []
-    with made(2, 1, env_args={"wrap": False}) as batcher:
-        batcher.feed(memory := RandomMemory(16 * 8, 4))
-        batcher.reset()
-        batcher.execute()
-        state = batcher.state_dict(exact=True)  # two rollouts have been written now
-        for _ in range(4):
-            batcher.wait()
+@pytest.mark.parametrize("order", ["feed, load", "load, feed"])
+@pytest.mark.parametrize("n_rollouts", [1, 12])
+def test_workers_go_on_to_write_to_a_memory(tmp_path, n_rollouts, order):
+    """The saved memory holds what was handed out; a rollout that workers have written waits, and is not in it."""
+
+    def draw(memory):
+        return memory.sample(memory.get_tensor_names(), 64, 3) if len(memory) else []
+
+    def go_on(batcher, memory):
+        found = [draw(memory)]
+        for _ in range(9):
             batcher.execute()
+            found.append(draw(memory))
+            batcher.wait()
+            found.append(draw(memory))
+        return found
+
+    def make_memory():
+        return RandomMemory(16 * 8, 4, seed=3)
+
+    with made(2, 1, env_args={"wrap": False}) as batcher:
+        batcher.feed(memory := make_memory())
         batcher.reset()
-        found.append({name: memory.get_tensor_by_name(name)[2 * 16 : 6 * 16] for name in memory.get_tensor_names()})
+        for _ in range(n_rollouts):
+            batcher.execute()
+            batcher.wait()
+        state = batcher.state_dict(exact=True)
+        memory.save(tmp_path / "memory.npz")
+        expected = go_on(batcher, memory)
     with made(2, 1, env_args={"wrap": False}) as other:
-        other.feed(memory := RandomMemory(16 * 8, 4))
-        other.load_state_dict(state)
-        for _ in range(4):
-            other.wait()
-            other.execute()
-        other.reset()
-        found.append({name: memory.get_tensor_by_name(name)[: 4 * 16] for name in memory.get_tensor_names()})
-    assert found[0].keys() == found[1].keys() and len(found[0]) > 3
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][name]), name
+        memory = make_memory()
+        memory.load(tmp_path / "memory.npz")
+        for step in order.split(", "):
+            other.feed(memory) if step == "feed" else other.load_state_dict(state)
+        found = go_on(other, memory)
+    for step, (one, another) in enumerate(zip(expected, found, strict=True)):
+        assert len(one) == len(another), step
+        for tensors in zip(one, another, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True)), step
 
 
 def test_before_a_reset_it_is_loaded_like_any_other():
