@@ -366,14 +366,13 @@ class Supervisor:
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these workers; returns the failures of those that did not come up."""
-        records = [self.records[index] for index in indexes]
-        counts = [(record.stream, record.n_restarts) for record in records]
+        before = [(record := self.records[index], record.stream, record.n_restarts) for index in indexes]
         try:
             return self._start_successors(indexes)
         except BaseException as error:
             if not isinstance(error, Exception):  # interrupted: the next call starts successors with the same seeds
-                for record, count in zip(records, counts, strict=True):
-                    record.stream, record.n_restarts = count
+                for record, stream, n_restarts in before:
+                    record.stream, record.n_restarts = stream, n_restarts
             raise
 
     def _start_successors(self, indexes: list[int]) -> dict[int, BaseException]:
