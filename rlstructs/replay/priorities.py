@@ -14,9 +14,8 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.copies import lock_that_forks
-from rlstructs.replay.drawing import draw_fitting
 from rlstructs.replay.drawn_rows import DrawnRows
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Span, draw_fitting
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array, real_numbers, row_ids
 
@@ -156,8 +155,8 @@ class Priorities:
         rng: np.random.Generator,
         fits: Callable[[np.ndarray], np.ndarray] | None = None,
         wanted: str = "window of this length",
-    ) -> np.ndarray:
-        """Draws `n` rows of a span in proportion to their priorities, int64 (n,).
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws `n` rows of a span in proportion to their priorities.
 
         Args:
             span: of the store; only its rows are drawn.
@@ -166,13 +165,17 @@ class Priorities:
             fits: returns which rows may be drawn, bool; None for all.
             wanted: what a row that fits is, for the message.
 
+        Returns:
+            The rows, int64 (n,), and their priorities to the power of alpha, float64 (n,).
+
         Raises:
             SpecError: no row fits, or the priorities of those that do are zero.
         """
         self.follow(span)
         if fits is None and span.is_settled:
-            return self.draw(n, rng)
-        return draw_fitting(
+            self._require_any(self.tree.total)
+            return self.tree.draw_with_values(n, rng)
+        rows = draw_fitting(
             lambda count: self.draw(count, rng),
             lambda rows: span.has(rows) if fits is None else span.has(rows) & fits(rows),
             n,
@@ -180,6 +183,7 @@ class Priorities:
             span,
             wanted,
         )
+        return rows, self.tree.values.take(rows)
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` row ids in proportion to their priorities, one from each n-th of the total.
@@ -187,9 +191,13 @@ class Priorities:
         Raises:
             SpecError: every priority is zero.
         """
-        if not self.tree.sums[-1] > 0:
-            raise SpecError("nothing to sample: no row has a priority above zero")
+        self._require_any(self.tree.total)
         return self.tree.draw(n, rng)
+
+    @staticmethod
+    def _require_any(total: float) -> None:
+        if not total > 0:
+            raise SpecError("nothing to sample: no row has a priority above zero")
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` of these row ids in proportion to their priorities.
@@ -198,8 +206,7 @@ class Priorities:
             SpecError: every priority is zero.
         """
         ends = np.cumsum(self.tree.values[rows])
-        if not (ends.size and ends[-1] > 0):
-            raise SpecError("nothing to sample: no row has a priority above zero")
+        self._require_any(ends[-1] if ends.size else 0)
         at = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
         chosen: np.ndarray = rows[np.minimum(at, np.searchsorted(ends, ends[-1]))]
         return chosen

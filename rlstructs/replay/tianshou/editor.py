@@ -70,7 +70,8 @@ class Editor:
         keeps_next = any(top(name) == OBS_NEXT for name in self.table.columns)
         names = [name for name in other.specs if name in other.columns or keeps_next]
         names = [name for name in names if top(name) not in self.intake.ignored]
-        arrays = read_sources(other.rows(), other.columns, sources_of(names, other.columns), at, Reading())
+        sources = sources_of(tuple(names), tuple(other.columns))
+        arrays = read_sources(other.rows(), other.columns, sources, at, Reading())
         return {name: transitions.raw_numbers(arrays[name], other.specs[name])[None] for name in names}
 
     # Columns

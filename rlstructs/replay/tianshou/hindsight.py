@@ -17,6 +17,7 @@ from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import Reader
+from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
@@ -104,7 +105,8 @@ class HindsightReader(Reader):
     def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
         """The goals that are achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
-        values = read_sources(rows, self.table.columns, {name: self.table.sources[name]}, at, Reading())[name]
+        columns = self.table.columns
+        values = read_sources(rows, columns, sources_of((name,), tuple(columns)), at, Reading())[name]
         return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
 
     def _rewards_of(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:

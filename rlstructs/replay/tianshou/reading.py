@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from functools import lru_cache
 
-from rlstructs.replay.reading import ANCHOR, LAST, NEXT, SUM, Source
+from rlstructs.replay.reading import ANCHOR, LAST, NEXT, SUM, Source, Sources
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, STACKED, stored_as, top
 
 
+@lru_cache
 def sources_of(
-    names: Iterable[str], columns: Collection[str], stacked: Collection[str] | None = STACKED
-) -> dict[str, Source]:
+    names: tuple[str, ...], columns: tuple[str, ...], stacked: tuple[str, ...] | None = STACKED
+) -> Sources:
     """How keys of a batch are read.
 
     Args:
@@ -27,4 +28,4 @@ def sources_of(
             place = LAST if name == DONE or name in columns else NEXT
         stored = FLAGS if name == DONE else (stored_as(name, columns),)
         sources[name] = Source(stored, place, stacked is None or first in stacked)
-    return sources
+    return Sources(sources)

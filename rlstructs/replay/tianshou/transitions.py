@@ -187,6 +187,11 @@ def _is_nothing(value: Any) -> bool:
     return value is None
 
 
+def as_columns(values: Mapping[str, Any], n_axes: int, only_last: bool) -> dict[str, Any]:
+    """Calls `as_column` for values by name."""
+    return {name: as_column(name, value, n_axes, only_last) for name, value in values.items()}
+
+
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
     """Converts a value with `n_axes` axes in front of those of a row; its column can take it after a cast."""
     is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
