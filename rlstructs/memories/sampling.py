@@ -24,6 +24,8 @@ Fits = Callable[[np.ndarray], np.ndarray]
 Draw = Callable[[Span, int, "Fits | None"], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 NO_NAME = ""  # no tensor has it
+# The settings of nearly every draw, which need no check.
+USUAL = (1, 1, 0.99, expand.CROSS_ENDS)
 NO_ENDS_ERROR = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
@@ -89,7 +91,8 @@ class RandomMemory(memory.Memory):
         """
         names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
-        length = _check_length(storage, sequence_length, n_step, gamma, episode_ends)
+        settings = sequence_length, n_step, gamma, episode_ends
+        length = 1 if settings == USUAL else _check_length(storage, *settings)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),

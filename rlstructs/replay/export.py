@@ -60,6 +60,8 @@ class Exporter:
         """Converts one array; one of objects remains a numpy array, or its object if it has no axes."""
         if array.dtype == OBJECT:
             return array[()]
+        if self.framework == "numpy":
+            return _to_numpy(array, spec)
         return self({name: array}, {} if spec is None else {name: spec})[name]
 
     def _tensor(self, array: Any, spec: Spec | None) -> torch.Tensor:

@@ -62,12 +62,20 @@ def largest_of(priorities: np.ndarray, limit: float) -> float:
     Raises:
         SpecError: one is above the limit, negative or NaN.
     """
-    largest = float(np.maximum.reduce(priorities))
-    if not (np.minimum.reduce(priorities) >= 0 and largest <= limit):  # not true of NaN
+    # The bits of floats above zero are in their order as whole numbers, below those of negative ones and of NaN.
+    largest = float(np.maximum.reduce(priorities.view(np.uint64)).view(np.float64))
+    if 0 < largest <= limit:
+        return largest
+    if not (np.minimum.reduce(priorities) >= 0 and np.maximum.reduce(priorities) <= limit):  # not true of NaN
         wrong = priorities[~((priorities >= 0) & (priorities <= limit))][0]
         most = f", and here at most {limit:.3g}" if limit < wrong < np.inf else ""
         raise SpecError(f"priorities must be finite and at least 0{most}, got {wrong}")
-    return largest
+    return float(np.maximum.reduce(priorities))
+
+
+def _require_any(total: float) -> None:
+    if not total > 0:
+        raise SpecError("nothing to sample: no row has a priority above zero")
 
 
 class Priorities:
@@ -173,7 +181,7 @@ class Priorities:
         """
         self.follow(span)
         if fits is None and span.is_settled:
-            self._require_any(self.tree.total)
+            _require_any(self.tree.sums[-1])
             return self.tree.draw_with_values(n, rng)
         rows = draw_fitting(
             lambda count: self.draw(count, rng),
@@ -191,13 +199,8 @@ class Priorities:
         Raises:
             SpecError: every priority is zero.
         """
-        self._require_any(self.tree.total)
+        _require_any(self.tree.sums[-1])
         return self.tree.draw(n, rng)
-
-    @staticmethod
-    def _require_any(total: float) -> None:
-        if not total > 0:
-            raise SpecError("nothing to sample: no row has a priority above zero")
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` of these row ids in proportion to their priorities.
@@ -206,7 +209,7 @@ class Priorities:
             SpecError: every priority is zero.
         """
         ends = np.cumsum(self.tree.values[rows])
-        self._require_any(ends[-1] if ends.size else 0)
+        _require_any(ends[-1] if ends.size else 0.0)
         at = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
         chosen: np.ndarray = rows[np.minimum(at, np.searchsorted(ends, ends[-1]))]
         return chosen

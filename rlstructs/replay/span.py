@@ -144,7 +144,7 @@ def _numbered(columns: Columns, low: np.ndarray, counts: np.ndarray, index: np.n
     return columns.at_steps(lanes, steps)
 
 
-@dataclass
+@dataclass(slots=True)
 class Selection:
     """The drawn samples.
 

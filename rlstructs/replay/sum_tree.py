@@ -211,7 +211,8 @@ class SumTree:
         if n > self._room:
             self._make_room(n)
         rng.random(out=self._values[:n])
-        self._launch(self._draw, n)
+        self._count[0] = n  # in an array, because setting a parameter of a launch costs more
+        self._draw.launch()
         return self._leaves[:n].copy(), self._values[:n].copy()
 
     def update(self, leaves: np.ndarray, values: np.ndarray) -> None:
@@ -226,7 +227,8 @@ class SumTree:
             self._make_room(n)
         self._values[:n] = values
         self._leaves[:n] = leaves
-        self._launch(self._update, n)
+        self._count[0] = n
+        self._update.launch()
 
     def fill(self, values: np.ndarray) -> None:
         """Sets all values, float64 (n_leaves,)."""
@@ -255,10 +257,6 @@ class SumTree:
             self._draw, self._update = (
                 wp.launch(kernel, dim=1, inputs=[arrays], device="cpu", record_cmd=True) for kernel in (_draw, _update)
             )
-
-    def _launch(self, command: Any, n: int) -> None:
-        self._count[0] = n  # in an array, because setting a parameter of a launch costs more
-        command.launch()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("n_leaves", "_offsets", "sums", "minima")

@@ -87,7 +87,7 @@ def row_ids(indexes: Any, n_rows: int) -> np.ndarray:
 
 
 def real_numbers(name: str, value: Any) -> np.ndarray:
-    """Converts an array of real numbers of any library to float64.
+    """Converts an array of real numbers of any library to float64, without a copy if it is that.
 
     Raises:
         SpecError: these are no real numbers.
@@ -95,7 +95,7 @@ def real_numbers(name: str, value: Any) -> np.ndarray:
     array = host_array(name, value)
     if array.dtype.kind not in "biuf" and array.size:
         raise SpecError(f"{name} must hold numbers, got {array.dtype}")
-    return array.astype(np.float64)
+    return array.astype(np.float64, copy=False)
 
 
 def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:

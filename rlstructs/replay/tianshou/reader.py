@@ -60,22 +60,22 @@ class Reader:
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
-        table = self.table
-        names = tuple(name for name in table.specs if name == key or name.startswith(f"{key}/"))
+        table, specs = self.table, self.table.specs
+        names = (key,) if key in specs else tuple(name for name in specs if name.startswith(f"{key}/"))
         if not names:
             if default_value is not None:
                 return default_value
             if key in ADDED_EMPTY:
                 table.locate(index)  # raises
                 return self.export({}, {})
-            raise MissingKeyError(f"no {key!r} in this buffer, there are {list(table.specs)}")
+            raise MissingKeyError(f"no {key!r} in this buffer, there are {list(specs)}")
         sources = sources_of(names, tuple(table.columns), None)
         arrays = self._read_at(sources, table.locate(index), reading_of(stack_num=stack_num))
         if names == (key,):
-            return self.export.one(key, arrays[key], table.specs[key])
+            return self.export.one(key, arrays[key], specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
-        return self.export.with_objects(inside, {name[start:]: table.specs[name] for name in names})
+        return self.export.with_objects(inside, {name[start:]: specs[name] for name in names})
 
     def _read_at(self, sources: Sources, at: np.ndarray, reading: Reading) -> dict[str, Any]:
         """Does what `read_sources` does, with the values that stand in for rewards."""

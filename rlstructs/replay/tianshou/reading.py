@@ -9,9 +9,7 @@ from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, ST
 
 
 @lru_cache
-def sources_of(
-    names: tuple[str, ...], columns: tuple[str, ...], stacked: tuple[str, ...] | None = STACKED
-) -> Sources:
+def sources_of(names: tuple[str, ...], columns: tuple[str, ...], stacked: tuple[str, ...] | None = STACKED) -> Sources:
     """How keys of a batch are read.
 
     Args:
