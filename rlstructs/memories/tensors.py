@@ -7,6 +7,7 @@ store with a head of its own, so environments may be at different rows.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
-from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
@@ -307,8 +307,7 @@ class Tensors:
             storage.write(block, lengths=counts, done=find_ends(block))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Devices of jax and warp belong to their process.
-        return {**vars(self), "device": self.framework.device_name(self.device)}
+        return {**vars(self), "device": self.framework.device_name(self.device)}  # jax's and warp's belong to a process
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -368,3 +367,34 @@ def _as_shape(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
     return tuple(check_count("size", n) for n in size)
+
+
+def n_elements(size: Any) -> int:
+    """Counts the numbers in a row of this size: an int, a list of ints, whose product counts, or a gymnasium space.
+
+    A Discrete space has one number, its value; Dict and Tuple spaces have the sum of their members.
+
+    Raises:
+        TypeError, SpecError: the size is something else.
+    """
+    if isinstance(size, (tuple, list)):
+        return math.prod(check_count("size", n) for n in size)
+    if isinstance(size, (bool, int, np.integer, float, str)):
+        return check_count("size", size)
+    return check_count("size", _n_elements_of_space(size))
+
+
+def _n_elements_of_space(space: Any) -> int:
+    from gymnasium import spaces
+
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)):
+        return math.prod(space.shape)
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return sum(_n_elements_of_space(member) for member in members)
+    if isinstance(space, spaces.Space):
+        try:
+            return int(spaces.flatdim(space))
+        except (NotImplementedError, ValueError) as error:
+            raise SpecError(f"size: the space {space} has no fixed number of elements") from error
+    raise TypeError(f"size must be an int, a list of ints, a gymnasium space or None, got {space!r}")

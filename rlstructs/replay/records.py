@@ -115,12 +115,11 @@ class Record:
         if spare is None or spare.n < min(n, AT_ONCE):
             spare = _Taken(self, min(max(n, 256), AT_ONCE))
         whole, items = spare.whole, spare.items
-        if n == spare.n:  # as often: a program draws batches of one size
+        if n <= spare.n:
+            if n < spare.n:  # seldom: a program draws batches of one size
+                whole, items = whole[:n], {name: items[name][:n] for name in names}
             self._whole.take(rows, mode="clip", out=whole)
             found = [items[name].copy() for name in names]
-        elif n < spare.n:
-            self._whole.take(rows, mode="clip", out=whole[:n])
-            found = [items[name][:n].copy() for name in names]
         else:
             found = [np.empty(n, items[name].dtype) for name in names]
             for start in range(0, n, spare.n):

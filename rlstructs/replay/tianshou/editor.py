@@ -17,9 +17,8 @@ from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import AnySnapshot
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
-from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, top
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, sources_of, top
 from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:

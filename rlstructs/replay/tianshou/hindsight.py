@@ -17,9 +17,8 @@ from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import Reader
-from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
-from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
+from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, sources_of, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import from_bits, host_array
 

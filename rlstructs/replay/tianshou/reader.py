@@ -15,9 +15,8 @@ from rlstructs.replay.reading import Reading, Sources, read_sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.span import Selection, draw_fitting
 from rlstructs.replay.tianshou.options import Options, reading_of
-from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of
 
 if TYPE_CHECKING:
     from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer

@@ -16,8 +16,7 @@ from rlstructs.replay.reading import Sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
-from rlstructs.replay.tianshou.reading import sources_of
-from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW, sources_of
 from rlstructs.replay.values import from_bits, host_array
 
 R = TypeVar("R")
