@@ -25,11 +25,12 @@ from rlstructs.distributed.shard import DATA, INDEX, LEAF, Dtypes, ShardSettings
 from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
-from rlstructs.replay.columns import Spec, cast
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.expand import AVOID_ENDS
 from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
 from rlstructs.replay.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
+from rlstructs.replay.widening import cast
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -377,7 +378,7 @@ class RayReplay:
                 columns[name] = raw_of(values.cpu())
             else:
                 spec = Spec(raw_dtype(dtypes[name]))
-                columns[name] = cast(name, host_array(name, steps.for_column(name, spec)), spec.dtype)
+                columns[name] = cast(name, host_array(name, steps.for_columns({name: spec})[name]), spec.dtype)
         return dtypes, columns
 
     def _draw(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:

@@ -21,10 +21,10 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
-from rlstructs.files.opening import open_file, read_at, read_into, size_of
+from rlstructs.files.opening import open_file, read_at, read_into, read_pieces, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
 from rlstructs.files.torch_archive import write_bytes, write_pt
-from rlstructs.files.zip_directory import Entry, data_offset, read_directory
+from rlstructs.files.zip_directory import Entry, read_directory
 
 __all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum"]
 
@@ -76,14 +76,12 @@ class _Member:
     Attributes:
         dtype, shape: of the array.
         offset: where its bytes begin in the file.
-        start: where the bytes of its member begin.
         entry: the member's entry in the directory of the archive.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
-    start: int
     entry: Entry
 
     @property
@@ -114,7 +112,7 @@ class _Archive:
 
     def _verify(self, member: _Member) -> None:
         entry = member.entry
-        if checksum(self._file, member.start, entry.nbytes) != entry.checksum:
+        if checksum(self._file, entry.start, entry.nbytes) != entry.checksum:
             raise ValueError(f"{entry.name}: its checksum is wrong")
 
     def _read_header(self) -> str:
@@ -169,20 +167,17 @@ def _read_chunks(file: BinaryIO, offset: int, nbytes: int) -> Iterator[memoryvie
 class _Npz(_Archive):
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
-        for entry in self._entries.values():
+        entries = self._entries.values()
+        fronts = read_pieces(file, [(entry.start, min(entry.nbytes, USUAL_NPY)) for entry in entries])
+        for entry, front in zip(entries, fronts, strict=True):
             name = entry.name.removesuffix(".npy")
             if name in self._members:
                 raise ValueError(f"it holds {name!r} twice")
-            self._members[name] = self._find_member(entry)
+            dtype, shape, n = read_npy_header(file, entry, front)
+            self._members[name] = member = _Member(dtype, shape, entry.start + n, entry)
+            if n + member.nbytes != entry.nbytes:
+                raise ValueError(f"{entry.name}: {dtype}{shape} is not what the file holds")
         self.text = self._read_header()
-
-    def _find_member(self, entry: Entry) -> _Member:
-        start = data_offset(self._file, entry)
-        dtype, shape, n = read_npy_header(self._file, start, entry)
-        member = _Member(dtype, shape, start + n, start, entry)
-        if n + member.nbytes != entry.nbytes:
-            raise ValueError(f"{entry.name}: {dtype}{shape} is not what the file holds")
-        return member
 
 
 class _Pt(_Archive):
@@ -192,9 +187,8 @@ class _Pt(_Archive):
         if len(pickled) != 1:
             raise ValueError("it is not an archive of tensors")
         entry = self._entries[pickled[0]]
-        start = data_offset(file, entry)
-        content = Unpickler(read_at(file, start, entry.nbytes)).load()
-        if checksum(file, start, entry.nbytes) != entry.checksum:
+        content = Unpickler(read_at(file, entry.start, entry.nbytes)).load()
+        if checksum(file, entry.start, entry.nbytes) != entry.checksum:
             raise ValueError(f"{entry.name}: its checksum is wrong")
         if type(content) is not dict:
             raise ValueError("it is not an archive of tensors")
@@ -204,8 +198,7 @@ class _Pt(_Archive):
             if isinstance(value, StoredTensor):
                 # Each entry is used only once: tensors that shared bytes would need memory for each of them.
                 entry = unused.pop(f"{folder}data/{value.key}")
-                start = data_offset(file, entry)
-                member = _Member(value.dtype, value.shape, start, start, entry)
+                member = _Member(value.dtype, value.shape, entry.start, entry)
                 if value.dtype.kind not in "biufc" or member.nbytes != entry.nbytes:
                     raise ValueError(f"{name!r}: {value.dtype}{value.shape} is not what the file holds")
                 self._members[name] = member
@@ -225,19 +218,23 @@ LONGEST_NPY = 4096
 USUAL_NPY = 128
 
 
-def read_npy_header(file: BinaryIO, start: int, entry: Entry) -> tuple[np.dtype, tuple[int, ...], int]:
+def read_npy_header(file: BinaryIO, entry: Entry, front: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
     """Reads the header of an array: dtype, shape, and the number of bytes in front of its numbers.
+
+    Args:
+        file: the archive.
+        entry: the member.
+        front: its first bytes.
 
     Raises:
         ValueError: the member is not an array of plain numbers in C order.
     """
     if entry.nbytes < 10:
         raise ValueError(f"{entry.name}: it is not an array")
-    data = read_at(file, start, min(entry.nbytes, USUAL_NPY))
-    n = int.from_bytes(data[8:10], "little")
-    if data[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
+    n = int.from_bytes(front[8:10], "little")
+    if front[:8] != b"\x93NUMPY\1\0" or n > LONGEST_NPY or 10 + n > entry.nbytes:
         raise ValueError(f"{entry.name}: it is not an array in version 1 of numpy's format")
-    text = data[10 : 10 + n] if 10 + n <= len(data) else read_at(file, start + 10, n)
+    text = front[10 : 10 + n] if 10 + n <= len(front) else read_at(file, entry.start + 10, n)
     match = NPY.fullmatch(text)
     if match is None:
         raise ValueError(f"{entry.name}: {text[:200]!r} is not an array of plain numbers")

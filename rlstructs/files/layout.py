@@ -118,7 +118,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_reader(
-    path: str | Path, suffix: str | None = None, compressed: bool = False
+    path: str | Path, suffix: str | None = None, compressed: bool = False, foreign: bool = False
 ) -> Iterator[tuple[Reader, dict[str, Any]]]:
     """Opens a file; gives its reader and its header, after comparing the header with the arrays.
 
@@ -126,6 +126,7 @@ def open_reader(
         path: the file.
         suffix: the format, if it is not the ending of the path.
         compressed: whether an HDF5 file may be compressed.
+        foreign: whether it may be an archive of another program, which has no header: then the header is {}.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -138,7 +139,7 @@ def open_reader(
     is_open = False
     try:
         with open_container(path) as reader:
-            header = _read_header(reader)
+            header = {} if foreign and not reader.text else _read_header(reader)
             is_open = True
             yield reader, header
     except (ImportError, FileError, FileNotFoundError):

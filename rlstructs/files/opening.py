@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,6 +69,11 @@ def read_at(file: BinaryIO, offset: int, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     read_into(file, offset, memoryview(data))
     return bytes(data)
+
+
+def read_pieces(file: BinaryIO, pieces: Iterable[tuple[int, int]]) -> list[bytes]:
+    """Calls `read_at` for each offset and number of bytes."""
+    return [read_at(file, offset, nbytes) for offset, nbytes in pieces]
 
 
 def read_into(file: BinaryIO, offset: int, data: memoryview) -> None:

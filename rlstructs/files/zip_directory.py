@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import BinaryIO, NamedTuple
 
-from rlstructs.files.opening import read_at
+from rlstructs.files.opening import read_at, read_pieces
 
 # The record at the end, the two in front of it in large archives, a directory entry, and the header of a member.
 END, END_64, LOCATOR_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
@@ -29,14 +29,14 @@ class Entry(NamedTuple):
         checksum: the CRC-32 of its bytes.
         nbytes: the number of its bytes.
         header: where its header begins in the file.
-        end: where the next member or the directory begins.
+        start: where its bytes begin.
     """
 
     name: str
     checksum: int
     nbytes: int
     header: int
-    end: int
+    start: int
 
 
 def read_directory(file: BinaryIO, size: int) -> list[Entry]:
@@ -63,20 +63,19 @@ def read_directory(file: BinaryIO, size: int) -> list[Entry]:
     for entry, end in zip(found, ends, strict=True):
         if entry.header + LOCAL.size + entry.nbytes > end:
             raise ValueError("it claims more bytes than it has")
-    return [entry._replace(end=end) for entry, end in zip(found, ends, strict=True)]
+    headers = read_pieces(file, [(entry.header, LOCAL.size) for entry in found])
+    return [_find_start(*each) for each in zip(found, headers, ends, strict=True)]
 
 
-def data_offset(file: BinaryIO, entry: Entry) -> int:
-    """Reads where the bytes of a member begin: after its header, whose length varies."""
-    if entry.header + LOCAL.size > entry.end:
-        raise ValueError(f"{entry.name}: it has no header")
-    signature, _, flags, method, *_, n_name, n_extra = LOCAL.unpack(read_at(file, entry.header, LOCAL.size))
+def _find_start(entry: Entry, header: bytes, end: int) -> Entry:
+    """Adds where the bytes of a member begin: after its header, whose length varies, and before `end`."""
+    signature, _, flags, method, *_, n_name, n_extra = LOCAL.unpack(header)
     if signature != b"PK\3\4" or flags & ENCRYPTED or method:
         raise ValueError(f"{entry.name}: it has no header")
-    offset: int = entry.header + LOCAL.size + n_name + n_extra
-    if offset + entry.nbytes > entry.end:
+    start: int = entry.header + LOCAL.size + n_name + n_extra
+    if start + entry.nbytes > end:
         raise ValueError(f"{entry.name}: it claims more bytes than it has")
-    return offset
+    return entry._replace(start=start)
 
 
 def _find_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
-from rlstructs.files.archives import Reader
+from rlstructs.files.archives import Archive, Reader
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files, skrl_files
 from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, plan_restore, read_tensors
@@ -69,10 +69,10 @@ def load(memory: Memory, path: Path) -> None:
         return
     if path.suffix[1:] not in FORMATS:
         raise FileError(f"{path}: the name must end in one of .{', .'.join(FORMATS)}")
-    if skrl_files.is_skrl_file(path):
-        skrl_files.load(memory, path)
-        return
-    with layout.open_reader(path) as (reader, header):
+    with layout.open_reader(path, foreign=True) as (reader, header):
+        if not header:
+            skrl_files.load(memory, path, cast("Archive", reader))
+            return
         layout.check_class(path, header, KIND)
         reader.verify()
         more = {name: _read_array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}

@@ -15,7 +15,7 @@ from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.values import encoded, find_marks, host_array, to_bits
+from rlstructs.replay.values import encoded, find_marks, host_array, host_arrays, to_bits
 
 # A function with the arguments of `Storage.write`.
 Write = Callable[..., None]
@@ -162,16 +162,15 @@ def convert_steps(steps: Steps, columns: Columns, specs: Mapping[str, Spec]) -> 
     Raises:
         SpecError: values do not fit.
     """
-    lead, block = (len(steps.lengths), steps.n_timesteps), {}
-    for name, values in steps.values.items():
+    lead, given = (len(steps.lengths), steps.n_timesteps), steps.for_columns(specs)
+    block = host_arrays(given) if columns.on_host else {}
+    for name, values in given.items():
         shape, spec = tuple(values.shape[2:]), specs[name]
         if math.prod(shape) != math.prod(spec.shape):
             raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {spec.shape}")
-        given = steps.for_column(name, spec)
-        rows = None if columns.on_host else columns.own(given, spec)
-        if rows is None:
-            rows = host_array(name, given)
-            rows = to_bits(name, rows) if spec.is_bfloat16 else rows
+        rows = block[name] if columns.on_host else columns.own(values, spec)
+        rows = host_array(name, values) if rows is None else rows
+        rows = to_bits(name, rows) if spec.is_bfloat16 and isinstance(rows, np.ndarray) else rows
         rows = rows.reshape(*lead, *spec.shape)
         is_ready = columns.on_host and rows.dtype == spec.dtype  # as nearly always
         block[name] = rows if is_ready else columns.converted(name, rows, spec)

@@ -13,7 +13,6 @@ from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
-from rlstructs.memories.batches import Batches
 from rlstructs.memories.feeding import MemoryFeed
 from rlstructs.memories.intake import Intake
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
@@ -64,7 +63,7 @@ class Memory(CopiedWhole, ABC):
         device = choose_device(type(self).__name__, self.framework, device, strict)
         self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device)
         self._storage = self._tensors.storage
-        self._intake, self._batches = Intake(self._tensors), Batches(self._tensors)
+        self._intake = Intake(self._tensors)
         self.export = export
         self.export_format = files.check_format(export_format)
         self.export_directory = export_directory
@@ -305,8 +304,8 @@ class Memory(CopiedWhole, ABC):
             IndexError, SpecError: an index is out of range or not an integer.
         """
         rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
-        names, known = self._batches.check_names(names, self.strict)
-        return self._batches.split(names, known, self._tensors.allocate().columns.gather(known, rows), mini_batches)
+        names, known = self._tensors.check_names(names, self.strict)
+        return self._tensors.split(names, known, self._tensors.allocate().columns.gather(known, rows), mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
@@ -317,12 +316,12 @@ class Memory(CopiedWhole, ABC):
             sequence_length: rows per sequence; parts hold whole sequences. The last one of an environment may be
                 shorter.
         """
-        names, known = self._batches.check_names(names, self.strict)
+        names, known = self._tensors.check_names(names, self.strict)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
         storage = self._tensors.allocate()
         span = storage.span()
         rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
-        return self._batches.split(names, known, storage.columns.gather(known, rows), mini_batches, starts)
+        return self._tensors.split(names, known, storage.columns.gather(known, rows), mini_batches, starts)
 
     # Files and copies
 

@@ -10,9 +10,8 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.memories.sampling import Fits, RandomMemory
 from rlstructs.replay.claims import Claims, whole
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span
 
 
 class PrioritizedMemory(RandomMemory):
@@ -75,7 +74,7 @@ class PrioritizedMemory(RandomMemory):
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
         leaves = self._last_selection().fields["leaves"]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
-        return self._batches.hand_over_one(importance_weights(leaves, smallest, self._beta))
+        return self._tensors.hand_over_one(importance_weights(leaves, smallest, self._beta))
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
         """Sets the priorities of rows; if an index is repeated, its last priority counts.
@@ -89,7 +88,7 @@ class PrioritizedMemory(RandomMemory):
         Raises:
             IndexError, SpecError: an argument is invalid; nothing changes.
         """
-        self._priorities.set(self._tensors.allocate(), indexes, priorities)
+        self._priorities.set(self._storage, indexes, priorities)
 
     def _locks(self) -> Sequence[Any]:
         return [self._priorities.lock, *super()._locks()]
@@ -113,9 +112,9 @@ class PrioritizedMemory(RandomMemory):
         return restore
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        rows, tree = self._priorities.draw_rows(span, n, self._rng, fits), self._priorities.tree
-        self._smallest = tree.minimum
-        return rows, {"leaves": tree.values.take(rows)}
+        rows, leaves = self._priorities.draw_rows(span, n, self._rng, fits)
+        self._smallest = self._priorities.tree.minimum
+        return rows, {"leaves": leaves}
 
     def _select(self, n: int, length: int, ends: str) -> Selection:
         with self._priorities.lock:

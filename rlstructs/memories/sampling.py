@@ -13,10 +13,9 @@ from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
 from rlstructs.replay import expand
-from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import EPISODE_ENDS
 from rlstructs.replay.reading import Reading
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
 from rlstructs.replay.store import Storage
 
 # Returns which of these rows a window may begin with, bool.
@@ -25,6 +24,8 @@ Fits = Callable[[np.ndarray], np.ndarray]
 Draw = Callable[[Span, int, "Fits | None"], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 NO_NAME = ""  # no tensor has it
+# The settings of nearly every draw, which need no check.
+USUAL = (1, 1, 0.99, expand.CROSS_ENDS)
 NO_ENDS_ERROR = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
@@ -88,9 +89,10 @@ class RandomMemory(memory.Memory):
         Raises:
             SpecError: an argument is invalid, or there is nothing to draw.
         """
-        names, known = self._batches.check_names(names, self.strict)
+        names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
-        length = _check_length(storage, sequence_length, n_step, gamma, episode_ends)
+        settings = sequence_length, n_step, gamma, episode_ends
+        length = 1 if settings == USUAL else _check_length(storage, *settings)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),
@@ -105,25 +107,25 @@ class RandomMemory(memory.Memory):
         if length > 1:
             arrays = [array.reshape(picked.rows.size, *array.shape[2:]) for array in arrays]
         starts = None if mini_batches == 1 else np.arange(0, picked.rows.size, length)
-        return self._batches.split(names, known, arrays, mini_batches, starts)
+        return self._tensors.split(names, known, arrays, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
         """A mask of the valid sampled rows, bool, in the order of `get_sampling_indexes`."""
         picked = self._last_selection()
         mask = picked.fields.get("mask", np.ones(len(picked.rows), bool))
-        return self._batches.hand_over_one(mask.flatten())
+        return self._tensors.hand_over_one(mask.flatten())
 
     def get_sampling_is_first(self) -> Any:
         """A mask of the sampled rows that begin an episode, bool, in the same order."""
         picked = self._last_selection()
         if "is_first" not in picked.fields:
             raise StateError(NO_ENDS_ERROR)
-        return self._batches.hand_over_one(picked.fields["is_first"].flatten())
+        return self._tensors.hand_over_one(picked.fields["is_first"].flatten())
 
     def get_sampling_discounts(self) -> Any:
         """Gamma to the number of steps that each sampled row sums up, float32 (rows,)."""
         n = self._last_selection().rows.size
-        return self._batches.hand_over_one(np.full(n, self._discounts, np.float32))
+        return self._tensors.hand_over_one(np.full(n, self._discounts, np.float32))
 
     def _last_selection(self) -> Selection:
         if self._last is None:
@@ -131,7 +133,7 @@ class RandomMemory(memory.Memory):
         return self._last
 
     def _select(self, n: int, length: int, ends: str) -> Selection:
-        return _draw_windows(self._tensors.allocate(), self._draw_anchors, n, length, ends)
+        return _draw_windows(self._storage, self._draw_anchors, n, length, ends)
 
     def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Draws the first rows of `n` windows that fit; returns them and more fields of the selection."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError
-from rlstructs.files.archives import READERS, Archive
+from rlstructs.files.archives import Archive
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files
 from rlstructs.memories.restoring import check_complete, check_tensors, find_dtype, read_tensors, write_rows
@@ -35,30 +35,20 @@ WHOLE = re.compile(r"[+-]?\d+")
 LONGEST_HEADER = 1 << 20
 
 
-def is_skrl_file(path: Path) -> bool:
-    """Whether a `.pt` or `.npz` file holds plain tensors without a header of ours."""
-    try:
-        with READERS[path.suffix](path) as archive:
-            return not archive.text
-    except Exception:  # the reader of our own files then says what is wrong
-        return False
-
-
-def load(memory: Memory, path: Path) -> None:
-    """Restores a memory from a `.pt` or `.npz` file.
+def load(memory: Memory, path: Path, archive: Archive) -> None:
+    """Restores a memory from a `.pt` or `.npz` file of plain tensors, without a header of ours.
 
     Raises:
         FileError, OutOfMemoryError: it does not fit; nothing changes.
     """
-    with READERS[path.suffix](path) as archive:
-        try:
-            archive.verify()
-            specs = check_tensors(memory._tensors, path, _list_tensors(memory._tensors, path, archive))
-            read_tensors(memory, path, specs, archive)
-        except (FileError, OutOfMemoryError):
-            raise
-        except Exception as error:  # parsers may raise anything for arbitrary bytes
-            raise FileError(f"{path}: not a file of tensors, or a damaged one: {clean_text(error)}") from error
+    try:
+        archive.verify()
+        specs = check_tensors(memory._tensors, path, _list_tensors(memory._tensors, path, archive))
+        read_tensors(memory, path, specs, archive)
+    except (FileError, OutOfMemoryError):
+        raise
+    except Exception as error:  # parsers may raise anything for arbitrary bytes
+        raise FileError(f"{path}: not a file of tensors, or a damaged one: {clean_text(error)}") from error
     _set_valid_rows(memory, _count_rows(memory._tensors, specs))
 
 

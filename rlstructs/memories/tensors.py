@@ -1,4 +1,4 @@
-"""`Tensors`: the named tensors of a memory, their specs, and the store that holds them.
+"""`Tensors`: the named tensors of a memory, their specs, the store that holds them, and batches of its rows.
 
 A tensor is `(memory_size, num_envs, *data)`. A flat index is `row * num_envs + env`. Each environment is a lane of the
 store with a head of its own, so environments may be at different rows.
@@ -7,8 +7,9 @@ store with a head of its own, so environments may be at different rows.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
-from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
@@ -69,6 +69,7 @@ class Tensors:
         self.dtypes: dict[str, Any] = {}
         self.planned: dict[str, Spec] = {}
         self.exposed: set[str] = set()
+        self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
         self.storage = Storage(num_envs, memory_size, order=SLOT, columns=columns)
@@ -215,6 +216,63 @@ class Tensors:
         values = columns.host(name, columns.gather([name], rows)[0])
         return from_bits(values) if columns.specs[name].is_bfloat16 else values
 
+    # Batches
+
+    def check_names(self, names: Sequence[str], strict: bool) -> tuple[list[str], list[str]]:
+        """Returns the names as a list, and those among them that are names of tensors.
+
+        Raises:
+            TypeError: a string is given for a list.
+            MissingKeyError: a name is unknown, if `strict`.
+        """
+        if isinstance(names, str):
+            raise TypeError(f"names must be a list of names, got the string {names!r}")
+        dtypes = self.dtypes
+        known = [name for name in names if name in dtypes]
+        if strict and len(known) < len(names):
+            unknown = sorted(set(names) - set(dtypes))
+            raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {sorted(dtypes)}")
+        return list(names), known
+
+    def split(
+        self, names: list[str], known: list[str], arrays: list[Any], mini_batches: int, starts: np.ndarray | None = None
+    ) -> list[list[Any]]:
+        """Hands arrays over in parts of nearly equal size.
+
+        Args:
+            names: the names asked for; unknown ones give None.
+            known: names of the arrays.
+            arrays: `(n, *data)`, which nobody else holds.
+            mini_batches: number of parts; one for numbers below 1.
+            starts: the rows that a part may begin with, int64; None for all.
+        """
+        if isinstance(mini_batches, bool) or not hasattr(mini_batches, "__index__"):
+            raise TypeError(f"mini_batches must be an int, got {mini_batches!r}")
+        if mini_batches <= 1:
+            return [self._hand_over(names, known, arrays)]
+        n_rows = len(arrays[0]) if arrays else 0
+        bounds = np.arange(n_rows + 1) if starts is None else np.append(starts, n_rows)
+        batches = []
+        for part in np.array_split(np.arange(len(bounds) - 1), mini_batches):
+            low, high = (bounds[part[0]], bounds[part[-1] + 1]) if part.size else (n_rows, n_rows)
+            batches.append(self._hand_over(names, known, [array[low:high] for array in arrays]))
+        return batches
+
+    def _hand_over(self, names: list[str], known: list[str], arrays: list[Any]) -> list[Any]:
+        """Returns the library's array of each name, None for unknown ones."""
+        made = self.framework.hand_over(arrays, [self.dtypes[name] for name in known], self.device)
+        if len(names) == len(known):
+            return made
+        found = iter(made)
+        return [next(found) if name in known else None for name in names]
+
+    def hand_over_one(self, array: np.ndarray) -> Any:
+        """Hands over an array that belongs to no tensor, and that nobody else holds."""
+        dtypes = self._own_dtypes
+        if array.dtype not in dtypes:
+            dtypes[array.dtype] = self.framework.dtype(array.dtype)
+        return self.framework.hand_over([array], [dtypes[array.dtype]], self.device)[0]
+
     # Cursor
 
     def find_cursor(self) -> Cursor:
@@ -249,8 +307,7 @@ class Tensors:
             storage.write(block, lengths=counts, done=find_ends(block))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Devices of jax and warp belong to their process.
-        return {**vars(self), "device": self.framework.device_name(self.device)}
+        return {**vars(self), "device": self.framework.device_name(self.device)}  # jax's and warp's belong to a process
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -310,3 +367,34 @@ def _as_shape(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
     return tuple(check_count("size", n) for n in size)
+
+
+def n_elements(size: Any) -> int:
+    """Counts the numbers in a row of this size: an int, a list of ints, whose product counts, or a gymnasium space.
+
+    A Discrete space has one number, its value; Dict and Tuple spaces have the sum of their members.
+
+    Raises:
+        TypeError, SpecError: the size is something else.
+    """
+    if isinstance(size, (tuple, list)):
+        return math.prod(check_count("size", n) for n in size)
+    if isinstance(size, (bool, int, np.integer, float, str)):
+        return check_count("size", size)
+    return check_count("size", _n_elements_of_space(size))
+
+
+def _n_elements_of_space(space: Any) -> int:
+    from gymnasium import spaces
+
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)):
+        return math.prod(space.shape)
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return sum(_n_elements_of_space(member) for member in members)
+    if isinstance(space, spaces.Space):
+        try:
+            return int(spaces.flatdim(space))
+        except (NotImplementedError, ValueError) as error:
+            raise SpecError(f"size: the space {space} has no fixed number of elements") from error
+    raise TypeError(f"size must be an int, a list of ints, a gymnasium space or None, got {space!r}")

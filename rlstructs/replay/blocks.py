@@ -1,4 +1,4 @@
-"""Checks, splits and writes the blocks of rows that a store is given."""
+"""Checks and splits the blocks of rows that a store is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.columns import Columns
 
 
 def lead_of(
@@ -45,49 +44,6 @@ def lead_of(
     if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
         raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
     return lead
-
-
-def write_block(
-    columns: Columns,
-    block: Mapping[str, Any],
-    lanes: slice | np.ndarray,
-    n_timesteps: int,
-    lengths: np.ndarray | None,
-    head: int | None,
-) -> None:
-    """Writes T rows from each head on, before the heads are raised; columns that the block lacks become unwritten.
-
-    Args:
-        columns: with the counters.
-        block: name -> (n, T, ...), as the columns take it.
-        lanes: the n lanes.
-        n_timesteps: T, at most the capacity.
-        lengths: int64 (n,), how many of the T rows are valid; None for all.
-        head: of all these lanes, if they have the same.
-    """
-    if lengths is None and head is not None:
-        slot = head % columns.capacity
-        n_before = columns.capacity - slot  # slots up to the end of the rings
-        # Slots, and which of the T rows are written to them.
-        parts: list[tuple[Any, Any]] = [(slice(slot, slot + n_timesteps), slice(0, n_before))]
-        if n_timesteps == 1:
-            parts = [(slot, 0)]
-        elif n_timesteps > n_before:
-            parts.append((slice(0, n_timesteps - n_before), slice(n_before, None)))
-        for name in columns.flat:
-            values = block.get(name)
-            unwritten = columns.value(name, columns.specs[name].unwritten) if values is None else None
-            for slots, times in parts:
-                columns.put_cells(name, lanes, slots, unwritten if values is None else values[:, times])
-    else:
-        valid: Any = ... if lengths is None else np.arange(n_timesteps) < lengths[:, None]
-        steps = columns.ring.head[lanes][:, None] + np.arange(n_timesteps)
-        rows = columns.at_steps(np.arange(columns.n_lanes)[lanes][:, None], steps)[valid]
-        for name in columns.flat:
-            unwritten = None if name in block else columns.value(name, columns.specs[name].unwritten)
-            columns.put_rows(name, rows, block[name][valid] if name in block else unwritten)
-    if columns.links:
-        columns.write_links(block, lanes, n_timesteps, lengths)
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:

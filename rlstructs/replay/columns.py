@@ -17,6 +17,7 @@ from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
 from rlstructs.replay.records import Gathering, Record, group_columns, width_of
 from rlstructs.replay.ring import Ring
 from rlstructs.replay.row_ids import LANE, RowIds
+from rlstructs.replay.widening import cast
 
 # How many sets of names `gather` remembers.
 MOST_GATHERINGS = 64
@@ -274,12 +275,7 @@ class Columns(RowIds):
         return (block.storage(), offset) if isinstance(block, SharedBlock) else None
 
     def read_into(self, name: str, read: Callable[[np.ndarray, int], None]) -> None:
-        """Fills a column.
-
-        Args:
-            name: of the column.
-            read: fills an array (n, *shape) with numbers, from a number of the column on.
-        """
+        """Fills a column; `read` fills an array (n, *shape) with numbers, from a number of the column on."""
         rows = self.flat[name]
         if rows.flags.c_contiguous:
             read(rows, 0)
@@ -318,6 +314,38 @@ class Columns(RowIds):
         """Overwrites valid rows, int64 (n,), no two the same; the other columns keep what they hold."""
         self.put_rows(name, rows, values)
 
+    def write_block(
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None,
+        head: int | None,
+    ) -> None:  # fmt: skip
+        """Writes T rows from each head on, before the heads are raised; columns that the block lacks become unwritten.
+
+        Args:
+            block, lanes, n_timesteps, lengths: as of `Storage.write`, checked; T is at most the capacity.
+            head: of all these lanes, if they have the same.
+        """
+        # Slots, and which of the T rows are written to them.
+        parts: list[tuple[Any, Any]] = []
+        valid: Any = ... if lengths is None else np.arange(n_timesteps) < lengths[:, None]
+        if lengths is None and head is not None:
+            slot = head % self.capacity
+            n_before = self.capacity - slot  # slots up to the end of the rings
+            parts = [(slot, 0)] if n_timesteps == 1 else [(slice(slot, slot + n_timesteps), slice(0, n_before))]
+            if n_timesteps > n_before:
+                parts.append((slice(0, n_timesteps - n_before), slice(n_before, None)))
+        else:
+            steps = self.ring.head[lanes][:, None] + np.arange(n_timesteps)
+            rows = self.at_steps(np.arange(self.n_lanes)[lanes][:, None], steps)[valid]
+        for name in self.flat:
+            values = block.get(name)
+            unwritten = self.value(name, self.specs[name].unwritten) if values is None else None
+            for slots, times in parts:
+                self.put_cells(name, lanes, slots, unwritten if values is None else values[:, times])
+            if not parts:
+                self.put_rows(name, rows, unwritten if values is None else values[valid])
+        if self.links:
+            self.write_links(block, lanes, n_timesteps, lengths)
+
     def write_links(
         self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
     ) -> None:
@@ -334,6 +362,10 @@ class Columns(RowIds):
             SpecError: the dtype does not fit.
         """
         return values if values.dtype == spec.dtype else cast(name, values, spec.dtype)
+
+    def check_block(self, block: Mapping[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
+        """Calls `check` for values by name."""
+        return {name: self.check(name, values, lead) for name, values in block.items()}
 
     def check(self, name: str, values: Any, lead: tuple[int, ...]) -> Any:
         """Converts values `(*lead, *shape)` for a column.
@@ -362,26 +394,3 @@ class Columns(RowIds):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._map()
-
-
-def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts values to another dtype; only the precision of floats may be lost.
-
-    Raises:
-        SpecError: values would change in other ways.
-    """
-    whole = "biu"
-    if np.can_cast(values.dtype, dtype, "safe"):
-        return values.astype(dtype)
-    if not (values.dtype.kind in whole and dtype.kind in whole) and not np.can_cast(values.dtype, dtype, "same_kind"):
-        raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as {dtype}; convert it first")
-    with np.errstate(over="ignore", invalid="ignore"):
-        converted = values.astype(dtype)
-        back = converted.astype(values.dtype)  # numpy would compare an int with a float as floats
-    if values.dtype.kind in whole:
-        fit = np.array_equal(back, values) and (dtype.kind not in whole or np.array_equal(converted, values))
-    else:
-        fit = np.array_equal(np.isfinite(converted), np.isfinite(values))
-    if not fit:
-        raise SpecError(f"{name!r} holds {values.dtype} values that do not fit {dtype}")
-    return converted

@@ -15,7 +15,7 @@ N_DRAWS = 32
 REPLACED = np.iinfo(np.int64).max
 
 
-@dataclass
+@dataclass(slots=True)
 class Draw:
     """Drawn row ids, and the steps they stood for: `known`, or those of `span`."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.replay.backing import Backing
-from rlstructs.replay.blocks import rounds, write_block
+from rlstructs.replay.blocks import rounds
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.ring import ALL, Ring
 
@@ -52,7 +52,7 @@ class Episodes:
         """
         ring, pairs = self.columns.ring, self.columns.cells[EPISODE]
         heads: Any = ring.head[lanes] if head is None else head
-        at: Any = lanes if head is not None else np.arange(ring.n_lanes)[lanes]
+        at: Any = lanes if head is not None else np.arange(self.columns.n_lanes)[lanes]
         slots = (heads - 1) % ring.capacity
         n_steps = pairs[at, slots, TIME] + 1
         n_open = np.where(pairs[at, slots, LENGTH] == n_steps, 0, n_steps)
@@ -86,7 +86,7 @@ class Episodes:
             if n_timesteps == 1 and head is not None:  # as nearly always
                 self.columns.put_cells(EPISODE, lanes, head % self.columns.capacity, pairs[:, 0])
             else:
-                write_block(self.columns, {EPISODE: pairs}, lanes, n_timesteps, None, head)
+                self.columns.write_block({EPISODE: pairs}, lanes, n_timesteps, None, head)
             return
         valid = index < (n_timesteps if lengths is None else lengths[:, None])
         first = _find_first(done, starts, valid)
@@ -97,7 +97,7 @@ class Episodes:
         end = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
         total = time[np.arange(len(time))[:, None], np.minimum(end, n_timesteps - 1)] + 1
         pairs[..., TIME], pairs[..., LENGTH] = time, np.where(end < n_timesteps, total, 0)
-        write_block(self.columns, {EPISODE: pairs}, lanes, n_timesteps, lengths, head)
+        self.columns.write_block({EPISODE: pairs}, lanes, n_timesteps, lengths, head)
         cut, every = first[:, 0], np.arange(self.columns.n_lanes)[lanes]
         for at in np.flatnonzero((carried > 0) & (cut | (end[:, 0] < n_timesteps))):
             n_new = n_timesteps if lengths is None else int(lengths[at])
@@ -161,8 +161,8 @@ class Episodes:
 
     def begin(self, rows: np.ndarray) -> np.ndarray:
         """Which rows begin an episode, bool."""
-        pairs = self.columns.flat[EPISODE].view(np.int64)[:, 0]
-        return np.asarray(pairs.take(rows, mode="clip").view(np.int32)[..., TIME::2] == 0)
+        pairs = self.columns.flat[EPISODE].take(rows, axis=0, mode="clip")
+        return np.asarray(pairs[..., TIME] == 0)
 
     def end(self, rows: np.ndarray | None = None) -> np.ndarray:
         """Which rows end an episode, bool; None for all rows, by row id."""

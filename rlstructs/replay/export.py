@@ -60,6 +60,8 @@ class Exporter:
         """Converts one array; one of objects remains a numpy array, or its object if it has no axes."""
         if array.dtype == OBJECT:
             return array[()]
+        if self.framework == "numpy":
+            return _to_numpy(array, spec)
         return self({name: array}, {} if spec is None else {name: spec})[name]
 
     def _tensor(self, array: Any, spec: Spec | None) -> torch.Tensor:
@@ -71,10 +73,10 @@ class Exporter:
         return tensor if self.device is None else tensor.to(self.device)
 
     def _converted(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> list[Any]:
-        bits = {name for name in arrays if name in specs and specs[name].is_bfloat16}
-        host = {name: _host(a, specs.get(name)) if isinstance(a, torch.Tensor) else a for name, a in arrays.items()}
         if self.framework == "numpy":
-            return [from_bits(array) if name in bits else array for name, array in host.items()]
+            return [_to_numpy(array, specs.get(name)) for name, array in arrays.items()]
+        bits = {name for name in arrays if name in specs and specs[name].is_bfloat16}
+        host = {name: _host(array, specs.get(name)) for name, array in arrays.items()}
         library = self._find_library()
         if self.framework == "jax":
             host = {name: fit_to_jax(name, array) for name, array in host.items()}
@@ -97,7 +99,15 @@ class Exporter:
         return {**vars(self), "_library": None}
 
 
-def _host(tensor: torch.Tensor, spec: Spec | None) -> np.ndarray:
-    """Converts a tensor of a column to a numpy array."""
-    array: np.ndarray = tensor.cpu().numpy()
-    return array if spec is None else array.view(spec.dtype)
+def _host(array: Any, spec: Spec | None) -> np.ndarray:
+    """Converts values of a column, of numpy or torch, to a numpy array."""
+    if isinstance(array, np.ndarray):
+        return array
+    values: np.ndarray = array.cpu().numpy()
+    return values if spec is None else values.view(spec.dtype)
+
+
+def _to_numpy(array: Any, spec: Spec | None) -> np.ndarray:
+    """Does the same; the bits of bfloat16 become float32."""
+    values = _host(array, spec)
+    return from_bits(values) if spec is not None and spec.is_bfloat16 else values

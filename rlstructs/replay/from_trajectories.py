@@ -125,14 +125,16 @@ class Steps:
         n, done = int(inside.sum()), None if self.done is None else self.done[inside][None]
         return Steps(values, n, np.array([n]), np.zeros(1, np.int64), done, starts[inside][None])
 
-    def for_column(self, name: str, spec: Spec | None) -> Any:
-        """The values for a column of this spec; where they have to be cast, padding becomes zero, which always fits."""
-        values, inside = self.values[name], self.valid()
-        is_same = spec is None or spec.is_bfloat16 or spec.dtype.name == str(values.dtype).removeprefix("torch.")
-        if is_same or inside.all():
-            return values
-        array = host_array(name, values)
-        return np.where(inside.reshape(*inside.shape, *[1] * (array.ndim - 2)), array, array.dtype.type(0))
+    def for_columns(self, specs: Mapping[str, Spec]) -> dict[str, Any]:
+        """The values for columns of these specs; where they have to be cast, padding becomes zero, which fits."""
+        inside, values = self.valid(), dict(self.values)
+        for name in () if inside.all() else values:
+            spec, each = specs.get(name), values[name]
+            if not (spec is None or spec.is_bfloat16 or spec.dtype.name == str(each.dtype).removeprefix("torch.")):
+                array = host_array(name, each)
+                marks = inside.reshape(*inside.shape, *[1] * (array.ndim - 2))
+                values[name] = np.where(marks, array, array.dtype.type(0))
+        return values
 
     def with_ends(self, done: np.ndarray | None) -> Steps:
         """Adds ends of episodes: bool (B, T), or None for no more."""
@@ -189,7 +191,7 @@ def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.nd
     """Does what `take_trajectories` does, for existing keys and lanes (B,)."""
     lengths = host_array("lengths", steps.lengths)
     # Not all of them: where steps are leased, some would be copied for nothing.
-    tensors = {key: steps[key] for key in {*names.values(), *STEP_ENDS, STEP_START} if key in steps}
+    tensors = steps.find({*names.values(), *STEP_ENDS, STEP_START})
     found = Steps(
         {name: tensors[key].detach() for name, key in names.items()},
         steps.n_timesteps(),
@@ -205,9 +207,10 @@ def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.nd
 
 def _find_lanes(batch: Trajectories, n_lanes: int, owner: str, limit: str) -> np.ndarray:
     """The lane of each trajectory, int64 (B,); see `take_trajectories`."""
-    if "env_index" not in batch.info:
+    numbers = batch.info.find(["env_index"])
+    if not numbers:
         raise MissingKeyError(f"{owner}: no 'env_index' in the trajectories' info: it says which lane a row is")
-    lanes = host_array("env_index", batch.info["env_index"]).reshape(-1).astype(np.int64)
+    lanes = host_array("env_index", numbers["env_index"]).reshape(-1).astype(np.int64)
     if lanes.size and (lanes.min() < 0 or lanes.max() >= n_lanes):
         wrong = lanes.max() if lanes.min() >= 0 else lanes.min()
         raise SpecError(f"{owner}: env_index {wrong} is not in [0, {n_lanes}), {limit}")

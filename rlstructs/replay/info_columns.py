@@ -43,6 +43,8 @@ class Plan:
 
     def specs(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
         """The specs of the columns after the change."""
+        if not self.changed and not self.folded:
+            return dict(specs)
         gone = {name for below in self.folded.values() for name in below}
         kept = {name: spec for name, spec in specs.items() if name not in gone}
         return {**kept, **self.changed, **dict.fromkeys(self.folded, OBJECTS)}
@@ -58,7 +60,7 @@ def plan_columns(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held,
         n_lead: number of leading axes of the rows.
     """
     plan = Plan(dict(rows))
-    infos = [name for name in rows if is_info(name)]
+    infos = [name for name in rows if name.startswith("info") and is_info(name)]  # nearly always none
     if not infos:
         return plan
     known = [name for name in specs if is_info(name)]

@@ -19,7 +19,7 @@ from rlstructs.replay.info_columns import Plan, require_bytes
 from rlstructs.replay.linked_columns import SMALLEST
 from rlstructs.replay.roles import ends_among, source_of
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import find_marks
+from rlstructs.replay.values import find_marks, ready_arrays
 from rlstructs.structures.trajectories import Trajectories
 
 LOG = logging.getLogger("rlstructs")
@@ -82,7 +82,7 @@ class Intake:
         if specs and unknown == ERROR and (more := sorted(rows.keys() - specs.keys())):
             raise SpecError(f"unknown key(s) {more}, this buffer has {sorted(specs)}")
         block, made = self.place(rows, specs, 2)
-        if plan is not None:
+        if plan is not None and (plan.changed or plan.folded):
             self.adopt(plan)
         if made:
             self.add_columns(made)
@@ -101,18 +101,24 @@ class Intake:
         Returns:
             Name -> values, and name -> spec of a new column.
         """
-        block, made = {}, {}
+        columns, block, made = self.storage.columns, {}, {}
+        ready = ready_arrays(rows, specs) if columns.on_host else {}
         lead: tuple[int, ...] | None = None
         for name, value in rows.items():
-            block[name], spec = self.as_rows(name, value, specs.get(name))
-            shape = tuple(block[name].shape)
+            known = specs.get(name)
+            if name in ready:
+                array = ready[name]
+            else:
+                array, spec = self.as_rows(name, value, known)
+            shape = tuple(array.shape)
             lead = shape[:n_lead] if lead is None else lead
             if len(shape) < n_lead or shape[:n_lead] != lead:
                 raise SpecError(f"{name!r} has shape {shape}, others have {lead} rows")
-            if name in specs:
-                block[name] = self.storage.columns.fitted(name, block[name], lead, specs[name])
-            else:
+            if known is None:
                 made[name] = spec if spec.is_object else replace(spec, shape=shape[n_lead:], fill=0)
+            elif name not in ready or shape[n_lead:] != known.shape:
+                array = columns.fitted(name, array, lead, known)
+            block[name] = array
         return block, made
 
     def as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
@@ -170,8 +176,7 @@ class Intake:
         """Finds and checks the steps of a batch."""
         n_lanes = None if self.takes_any_environment else self.storage.columns.n_lanes
         steps = take_trajectories(trajectories, self.trajectory_names if names is None else names, n_lanes)
-        values = {name: self.prepare_column(name, steps.for_column(name, self.specs.get(name)))
-                  for name in steps.values}  # fmt: skip
+        values = self.prepare_columns(steps.for_columns(self.specs))
         steps = replace(steps, values=values).with_ends(self.find_ends(values))
         self.check_steps(steps)
         return steps
@@ -180,8 +185,8 @@ class Intake:
         """Column -> key of the trajectories."""
         return {key: key for key in keys}
 
-    def prepare_column(self, name: str, values: Any) -> Any:
-        """Converts values (B, T, ...) of trajectories to rows of a column."""
+    def prepare_columns(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Converts values (B, T, ...) of trajectories to rows of columns."""
         return values
 
     def check_steps(self, steps: Steps) -> None:

@@ -14,9 +14,8 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.copies import lock_that_forks
-from rlstructs.replay.drawing import draw_fitting
 from rlstructs.replay.drawn_rows import DrawnRows
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Span, draw_fitting
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array, real_numbers, row_ids
 
@@ -63,12 +62,20 @@ def largest_of(priorities: np.ndarray, limit: float) -> float:
     Raises:
         SpecError: one is above the limit, negative or NaN.
     """
-    largest = float(np.maximum.reduce(priorities))
-    if not (np.minimum.reduce(priorities) >= 0 and largest <= limit):  # not true of NaN
+    # The bits of floats above zero are in their order as whole numbers, below those of negative ones and of NaN.
+    largest = float(np.maximum.reduce(priorities.view(np.uint64)).view(np.float64))
+    if 0 < largest <= limit:
+        return largest
+    if not (np.minimum.reduce(priorities) >= 0 and np.maximum.reduce(priorities) <= limit):  # not true of NaN
         wrong = priorities[~((priorities >= 0) & (priorities <= limit))][0]
         most = f", and here at most {limit:.3g}" if limit < wrong < np.inf else ""
         raise SpecError(f"priorities must be finite and at least 0{most}, got {wrong}")
-    return largest
+    return float(np.maximum.reduce(priorities))
+
+
+def _require_any(total: float) -> None:
+    if not total > 0:
+        raise SpecError("nothing to sample: no row has a priority above zero")
 
 
 class Priorities:
@@ -156,8 +163,8 @@ class Priorities:
         rng: np.random.Generator,
         fits: Callable[[np.ndarray], np.ndarray] | None = None,
         wanted: str = "window of this length",
-    ) -> np.ndarray:
-        """Draws `n` rows of a span in proportion to their priorities, int64 (n,).
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws `n` rows of a span in proportion to their priorities.
 
         Args:
             span: of the store; only its rows are drawn.
@@ -166,13 +173,17 @@ class Priorities:
             fits: returns which rows may be drawn, bool; None for all.
             wanted: what a row that fits is, for the message.
 
+        Returns:
+            The rows, int64 (n,), and their priorities to the power of alpha, float64 (n,).
+
         Raises:
             SpecError: no row fits, or the priorities of those that do are zero.
         """
         self.follow(span)
         if fits is None and span.is_settled:
-            return self.draw(n, rng)
-        return draw_fitting(
+            _require_any(self.tree.sums[-1])
+            return self.tree.draw_with_values(n, rng)
+        rows = draw_fitting(
             lambda count: self.draw(count, rng),
             lambda rows: span.has(rows) if fits is None else span.has(rows) & fits(rows),
             n,
@@ -180,6 +191,7 @@ class Priorities:
             span,
             wanted,
         )
+        return rows, self.tree.values.take(rows)
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` row ids in proportion to their priorities, one from each n-th of the total.
@@ -187,8 +199,7 @@ class Priorities:
         Raises:
             SpecError: every priority is zero.
         """
-        if not self.tree.sums[-1] > 0:
-            raise SpecError("nothing to sample: no row has a priority above zero")
+        _require_any(self.tree.sums[-1])
         return self.tree.draw(n, rng)
 
     def choose(self, rows: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -198,8 +209,7 @@ class Priorities:
             SpecError: every priority is zero.
         """
         ends = np.cumsum(self.tree.values[rows])
-        if not (ends.size and ends[-1] > 0):
-            raise SpecError("nothing to sample: no row has a priority above zero")
+        _require_any(ends[-1] if ends.size else 0.0)
         at = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
         chosen: np.ndarray = rows[np.minimum(at, np.searchsorted(ends, ends[-1]))]
         return chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,13 +92,8 @@ class Reading:
         if storage.episodes is None:
             raise StateError("nothing says where episodes end")
         specs = storage.columns.specs
-        sources = {name: self._find_source(name, specs) for name in names}
+        sources = _find_sources(self, tuple(names), tuple(specs))
         return read_sources(Snapshot(storage, span), specs, sources, rows, self, discount=discount)
-
-    def _find_source(self, name: str, specs: Mapping[str, Spec]) -> Source:
-        is_stacked = self.stacks(name)
-        before = source_of(name) if is_stacked else None
-        return Source((name,), _usual_place(name), is_stacked, before if before in specs else None)
 
     def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """The first row that is read for each of these, of the same shape."""
@@ -113,16 +108,60 @@ class Reading:
         return is_observation(name) if self.stack_keys is None else name in self.stack_keys
 
 
+# Where rows are read, see `_Places.find`; and the columns that are gathered from there.
+_Group = tuple[tuple[str, bool], tuple[str, ...]]
+
+
+class _Key(NamedTuple):
+    """A key of a sample: its place as it is read, its group, and which of the group's columns are its own."""
+
+    key: str
+    source: Source
+    place: str
+    group: int
+    columns: tuple[int, ...]
+
+
+class Sources(dict[str, Source]):
+    """How the keys of a sample are read, by key; they are not changed, so that what follows from them is found once."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        super().__init__(sources)
+        self._groups: dict[tuple[int, int], tuple[list[_Group], list[_Key]]] = {}
+
+    def group(self, n_step: int, stack_num: int) -> tuple[list[_Group], list[_Key]]:
+        """Groups the columns that are gathered from the same rows."""
+        found = self._groups.get((n_step, stack_num))
+        if found is not None:
+            return found
+        groups: dict[tuple[str, bool], dict[str, int]] = {}
+        keys = []
+        for key, source in self.items():
+            place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
+            where = (place, stack_num > 1 and source.is_stacked and source.seen is None and place != SUM)
+            group = groups.setdefault(where, {})
+            columns = tuple(group.setdefault(column, len(group)) for column in source.columns)
+            keys.append(_Key(key, source, place, list(groups).index(where), columns))
+        found = self._groups[n_step, stack_num] = [(where, tuple(group)) for where, group in groups.items()], keys
+        return found
+
+
 @lru_cache
-def _usual_place(name: str) -> str:
-    """Where a column of this name is read."""
-    return SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
+def _find_sources(reading: Reading, names: tuple[str, ...], stored: tuple[str, ...]) -> Sources:
+    """How columns are read by the usual meaning of their names, where these columns are stored."""
+    found = {}
+    for name in names:
+        place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
+        is_stacked = reading.stacks(name)
+        before = source_of(name) if is_stacked else None
+        found[name] = Source((name,), place, is_stacked, before if before in stored else None)
+    return Sources(found)
 
 
 def read_sources(
     rows: AnySnapshot,
     specs: Mapping[str, Spec],
-    sources: Mapping[str, Source],
+    sources: Sources,
     at: np.ndarray,
     reading: Reading,
     frames: np.ndarray | None = None,
@@ -147,12 +186,14 @@ def read_sources(
         SpecError: what is to be summed is no float.
     """
     places, n_step = _Places(rows, at.reshape(-1), reading, frames), reading.n_step
-    groups, keys = _group_sources(tuple(sources.items()), n_step, reading.stack_num)
+    groups, keys = sources.group(n_step, reading.stack_num)
     gathered = [rows.gather(columns, places.find(*where)) for where, columns in groups]
     arrays: dict[str, Any] = {}
     for key, source, place, group, columns in keys:
-        found = gathered[group]
-        arrays[key] = array = reduce(np.logical_or, [found[column] for column in columns])
+        array = gathered[group][columns[0]]
+        for other in columns[1:]:
+            array = np.logical_or(array, gathered[group][other])
+        arrays[key] = array
         if place == SUM:
             arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
         elif source.seen is not None:
@@ -162,36 +203,6 @@ def read_sources(
     if n_step > 1:
         arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
     return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}
-
-
-# Where rows are read, see `_Places.find`; and the columns that are gathered from there.
-_Group = tuple[tuple[str, bool], tuple[str, ...]]
-
-
-class _Key(NamedTuple):
-    """A key of a sample: its place as it is read, its group, and which of the group's columns are its own."""
-
-    key: str
-    source: Source
-    place: str
-    group: int
-    columns: tuple[int, ...]
-
-
-@lru_cache
-def _group_sources(
-    sources: tuple[tuple[str, Source], ...], n_step: int, stack_num: int
-) -> tuple[tuple[_Group, ...], tuple[_Key, ...]]:
-    """Groups the columns that are gathered from the same rows."""
-    groups: dict[tuple[str, bool], dict[str, int]] = {}
-    keys = []
-    for key, source in sources:
-        place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
-        where = (place, stack_num > 1 and source.is_stacked and source.seen is None and place != SUM)
-        group = groups.setdefault(where, {})
-        columns = tuple(group.setdefault(column, len(group)) for column in source.columns)
-        keys.append(_Key(key, source, place, list(groups).index(where), columns))
-    return tuple((where, tuple(group)) for where, group in groups.items()), tuple(keys)
 
 
 class _Places:

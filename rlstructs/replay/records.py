@@ -114,16 +114,19 @@ class Record:
             spare = None
         if spare is None or spare.n < min(n, AT_ONCE):
             spare = _Taken(self, min(max(n, 256), AT_ONCE))
+        whole, items = spare.whole, spare.items
         if n <= spare.n:
-            self._whole.take(rows, mode="clip", out=spare.whole[:n])
-            found = [spare.items[name][:n].copy() for name in names]
+            if n < spare.n:  # seldom: a program draws batches of one size
+                whole, items = whole[:n], {name: items[name][:n] for name in names}
+            self._whole.take(rows, mode="clip", out=whole)
+            found = [items[name].copy() for name in names]
         else:
-            found = [np.empty(n, spare.items[name].dtype) for name in names]
+            found = [np.empty(n, items[name].dtype) for name in names]
             for start in range(0, n, spare.n):
                 some = rows[start : start + spare.n]
-                self._whole.take(some, mode="clip", out=spare.whole[: some.size])
+                self._whole.take(some, mode="clip", out=whole[: some.size])
                 for name, values in zip(names, found, strict=True):
-                    values[start : start + some.size] = spare.items[name][: some.size]
+                    values[start : start + some.size] = items[name][: some.size]
         self._spare.append(spare)
         return found
 
@@ -167,12 +170,12 @@ class Gathering:
     def __init__(self, names: tuple[str, ...], flat: Mapping[str, np.ndarray], records: Mapping[str, Record]) -> None:
         self._n = len(names)
         self._own = [(at, flat[name]) for at, name in enumerate(names) if name not in records]
-        # Record; and place in the result, dtype and shape of each column; and the column if there is one alone.
-        self._records: list[tuple[Record, list[str], list[tuple[int, Spec]], np.ndarray | None]] = []
+        # Record; and place in the result, and dtype of a row of each column; and the column if there is one alone.
+        self._records: list[tuple[Record, list[str], list[tuple[int, np.dtype]], np.ndarray | None]] = []
         for record in {id(records[name]): records[name] for name in names if name in records}.values():
             inside = [(at, name) for at, name in enumerate(names) if records.get(name) is record]
             alone = record.items_of(inside[0][1]) if len(inside) == 1 else None
-            wanted = [(at, record.specs[name]) for at, name in inside]
+            wanted = [(at, np.dtype((record.specs[name].dtype, record.specs[name].shape))) for at, name in inside]
             self._records.append((record, [name for _, name in inside], wanted, alone))
 
     def __call__(self, rows: np.ndarray) -> list[Any]:
@@ -186,8 +189,7 @@ class Gathering:
         lead, index = rows.shape, rows if rows.ndim == 1 else rows.reshape(-1)
         for record, names, wanted, alone in self._records:
             gathered = record.gather(names, index) if alone is None else [alone[index]]
-            for (at, spec), values in zip(wanted, gathered, strict=True):
-                if values.dtype is not spec.dtype:
-                    values = values.view(spec.dtype)
-                found[at] = values if values.shape == lead + spec.shape else values.reshape(lead + spec.shape)
+            for (at, dtype), values in zip(wanted, gathered, strict=True):
+                rows_of = values.view(dtype)
+                found[at] = rows_of if len(lead) == 1 else rows_of.reshape(lead + rows_of.shape[1:])
         return found

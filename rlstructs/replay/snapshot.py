@@ -34,6 +34,10 @@ class Snapshot:
         """The rows with these numbers, counted lane by lane and from the oldest on."""
         return self.span.row_ids(index)
 
+    def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """Draws `n` rows, each as likely as any other."""
+        return self.span.draw(n, rng)
+
     def has(self, rows: np.ndarray) -> np.ndarray:
         """Which of these are valid, bool."""
         return self.span.has(rows)
@@ -138,6 +142,9 @@ class JoinedSnapshot:
                 rows[inside] = part.numbered(index[inside] - start) + offset
             start += part.total
         return rows
+
+    def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        return self.numbered((rng.random(n) * self.total).astype(np.int64))
 
     def has(self, rows: np.ndarray) -> np.ndarray:
         return self._fill(np.zeros(rows.shape, bool), rows, lambda part, own, _: part.has(own))

@@ -11,27 +11,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from rlstructs.debug import is_on
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing, Block, Heap, Shared
-from rlstructs.replay.blocks import lead_of, write_block
+from rlstructs.replay.blocks import lead_of
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.ring import ALL, N_COUNTERS, Ring
 from rlstructs.replay.row_ids import LANE
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 
 # A reader that loses this often against the writers reads from a ring too small to be read at all.
 MAX_REDRAWS = 100
+A = TypeVar("A", list[Any], dict[str, Any])
 
 
 class Storage(CopiedWhole):
@@ -208,7 +208,7 @@ class Storage(CopiedWhole):
             SpecError: an argument does not fit; nothing changes.
         """
         lead = lead_of(block, self.columns.n_lanes, lanes, lengths, done, starts)
-        block = {name: self.columns.check(name, values, lead) for name, values in block.items()}
+        block = self.columns.check_block(block, lead)
         if self.episodes is not None and done is None:
             done = np.zeros(lead, bool)
         n_timesteps, capacity = lead[1], self.columns.capacity
@@ -247,7 +247,7 @@ class Storage(CopiedWhole):
         heads = ring.head[lanes]
         first = int(heads[0]) if heads.size else 0
         head = first if heads.size == 1 or (heads == first).all() else None
-        write_block(self.columns, block, lanes, n_timesteps, lengths, head)
+        self.columns.write_block(block, lanes, n_timesteps, lengths, head)
         if self.episodes is not None:
             assert done is not None
             self.episodes.write(lanes, done, starts, lengths, head)
@@ -325,14 +325,14 @@ class Storage(CopiedWhole):
         self,
         n: int,
         select: Callable[[int], Selection],
-        read: Callable[[Selection], list[Any]],
+        read: Callable[[Selection], A],
         redraws: int = MAX_REDRAWS,
-    ) -> tuple[Selection, list[Any]]:
+    ) -> tuple[Selection, A]:
         """Draws and reads `n` samples, none of them torn by a writer.
 
         Args:
             select: draws a given number of samples.
-            read: gathers their values, arrays whose first axis is n.
+            read: gathers their values, a list or dict of arrays whose first axis is n.
             redraws: how often samples that were overwritten may be drawn again.
 
         Raises:
@@ -350,8 +350,8 @@ class Storage(CopiedWhole):
         if len(again.rows) < stale.sum():  # without replacement there may be fewer
             raise StateError("sample: rows were dropped while they were read")
         picked.put(stale, again)
-        for array, replacement in zip(arrays, replacements, strict=True):
-            array[stale] = replacement
+        for at in arrays if isinstance(arrays, dict) else range(len(arrays)):
+            arrays[at][stale] = replacements[at]
         return picked, arrays
 
     def _overwritten(self, picked: Selection) -> np.ndarray | None:

@@ -27,18 +27,30 @@ CACHE_LINE = 64  # bytes
 Node = wp.types.vector(length=FAN_OUT, dtype=wp.float64)
 
 
+@wp.struct
+class Arrays:
+    """What a kernel works on, in one parameter: a launch passes each of them on by itself."""
+
+    sums: wp.array(dtype=wp.float64)
+    nodes: wp.array(dtype=Node)
+    minima: wp.array(dtype=wp.float64)
+    least_nodes: wp.array(dtype=Node)
+    offsets: wp.array(dtype=wp.int32)
+    values: wp.array(dtype=wp.float64)
+    leaves: wp.array(dtype=wp.int64)
+    count: wp.array(dtype=wp.int32)
+
+
 @wp.kernel(enable_backward=False)
-def _draw(
-    sums: wp.array(dtype=wp.float64),
-    nodes: wp.array(dtype=Node),
-    offsets: wp.array(dtype=wp.int32),
-    masses: wp.array(dtype=wp.float64),
-    leaves: wp.array(dtype=wp.int64),
-    count: wp.array(dtype=wp.int32),
-) -> None:
-    n = count[0]
+def _draw(arrays: Arrays) -> None:
+    sums = arrays.sums
+    nodes = arrays.nodes
+    offsets = arrays.offsets
+    masses = arrays.values
+    leaves = arrays.leaves
+    n = arrays.count[0]
     zero = wp.float64(0.0)
-    share = masses[n]
+    share = sums[sums.shape[0] - 1] / wp.float64(n)
     for i in range(n):  # each mass is a fraction of its share of the total
         masses[i] = (wp.float64(i) + masses[i]) * share
     # The masses ascend: one walk along a level of a few hundred sums finds all of them, instead of the levels above it.
@@ -100,20 +112,20 @@ def _draw(
                     end = end + sums[at + c]
             masses[i] = mass - before
             leaves[i] = wp.int64(first + child)
+    for i in range(n):
+        masses[i] = sums[leaves[i]]
 
 
 @wp.kernel(enable_backward=False)
-def _update(
-    sums: wp.array(dtype=wp.float64),
-    nodes: wp.array(dtype=Node),
-    minima: wp.array(dtype=wp.float64),
-    least_nodes: wp.array(dtype=Node),
-    offsets: wp.array(dtype=wp.int32),
-    values: wp.array(dtype=wp.float64),
-    leaves: wp.array(dtype=wp.int64),
-    count: wp.array(dtype=wp.int32),
-) -> None:
-    n = count[0]
+def _update(arrays: Arrays) -> None:
+    sums = arrays.sums
+    nodes = arrays.nodes
+    minima = arrays.minima
+    least_nodes = arrays.least_nodes
+    offsets = arrays.offsets
+    values = arrays.values
+    leaves = arrays.leaves
+    n = arrays.count[0]
     zero = wp.float64(0.0)
     inf = wp.float64(wp.inf)
     for i in range(n):
@@ -164,7 +176,7 @@ class SumTree:
         self.sums = _aligned(sum(sizes))
         self.minima = _aligned(sum(sizes[1:]))  # of all but the leaves
         self.minima[:] = np.inf
-        self._launches: dict[str, Any] = {}
+        self._room = -1  # of the memory that kernels read and write
 
     @staticmethod
     def nbytes_of(n_leaves: int) -> int:
@@ -192,11 +204,16 @@ class SumTree:
 
         None of them is zero, unless all leaves are.
         """
-        buffer, leaves = self._buffers("draw", n)
-        rng.random(out=buffer[:n])
-        buffer[n] = self.sums[-1] / max(n, 1)
-        self._launch("draw", n)
-        return leaves[:n].copy()
+        return self.draw_with_values(n, rng)[0]
+
+    def draw_with_values(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Does what `draw` does; also returns the values of the leaves, float64 (n,)."""
+        if n > self._room:
+            self._make_room(n)
+        rng.random(out=self._values[:n])
+        self._count[0] = n  # in an array, because setting a parameter of a launch costs more
+        self._draw.launch()
+        return self._leaves[:n].copy(), self._values[:n].copy()
 
     def update(self, leaves: np.ndarray, values: np.ndarray) -> None:
         """Sets values; if a leaf is repeated, its last value counts.
@@ -205,10 +222,13 @@ class SumTree:
             leaves: int (B,), in [0, n_leaves).
             values: float64 (B,), finite, at least 0.
         """
-        buffer, target = self._buffers("update", len(leaves))
-        buffer[: len(leaves)] = values
-        target[: len(leaves)] = leaves
-        self._launch("update", len(leaves))
+        n = len(leaves)
+        if n > self._room:
+            self._make_room(n)
+        self._values[:n] = values
+        self._leaves[:n] = leaves
+        self._count[0] = n
+        self._update.launch()
 
     def fill(self, values: np.ndarray) -> None:
         """Sets all values, float64 (n_leaves,)."""
@@ -222,32 +242,25 @@ class SumTree:
             self.minima[start : start + n] = least.reshape(n, FAN_OUT).min(axis=1)
             least = self.minima[start : start + -(-n // FAN_OUT) * FAN_OUT]
 
-    def _buffers(self, kind: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """The arrays (n + 1,) and (n,) of a recorded launch; kept, because creating them costs more than the launch."""
-        if kind not in self._launches or len(self._launches[kind][2]) < n:
-            size = max(n, 256)
-            values, leaves, count = np.zeros(size + 1), np.zeros(size, np.int64), np.zeros(1, np.int32)
-            self._launches[kind] = self._record(kind, values, leaves, count), values, leaves, count
-        _, values, leaves, _ = self._launches[kind]
-        return values, leaves
-
-    def _record(self, kind: str, *buffers: np.ndarray) -> Any:
+    def _make_room(self, n: int) -> None:
+        """Makes memory for n leaves, and records launches that use it: making both costs more than a launch."""
         start_warp()
-        trees = [_view(self.sums), _nodes(self.sums)]
-        if kind == "update":
-            trees += [_view(self.minima), _nodes(self.minima)]
-        arrays = [*trees, *map(_view, (self._offsets, *buffers))]
-        kernel = _draw if kind == "draw" else _update
+        self._room = max(n, 256)
+        self._values, self._leaves = np.zeros(self._room + 1), np.zeros(self._room, np.int64)
+        self._count = np.zeros(1, np.int32)
+        arrays = Arrays()
+        arrays.sums, arrays.nodes = _view(self.sums), _nodes(self.sums)
+        arrays.minima, arrays.least_nodes = _view(self.minima), _nodes(self.minima)
+        arrays.offsets, arrays.count = _view(self._offsets), _view(self._count)
+        arrays.values, arrays.leaves = _view(self._values), _view(self._leaves)
         with quiet_warp():
-            return wp.launch(kernel, dim=1, inputs=arrays, device="cpu", record_cmd=True)
-
-    def _launch(self, kind: str, n: int) -> None:
-        command, _, _, count = self._launches[kind]
-        count[0] = n  # in an array, because setting a parameter of a launch costs more
-        command.launch()
+            self._draw, self._update = (
+                wp.launch(kernel, dim=1, inputs=[arrays], device="cpu", record_cmd=True) for kernel in (_draw, _update)
+            )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_launches": {}}
+        names = ("n_leaves", "_offsets", "sums", "minima")
+        return {"_room": -1, **{name: vars(self)[name] for name in names}}  # launches belong to their process
 
 
 def _view(array: np.ndarray) -> Any:

@@ -22,14 +22,38 @@ def host_array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, torch.Tensor):
-        return tensor_to_array(name, value.float() if value.dtype is torch.bfloat16 else value)
+        try:
+            array: np.ndarray = value.numpy()  # as nearly always
+        except (RuntimeError, TypeError):
+            array = tensor_to_array(name, value.float() if value.dtype is torch.bfloat16 else value)
+        return array
     if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
         value = value.numpy()
     try:
-        array: np.ndarray = np.asarray(value)
+        array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
     return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def host_arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Calls `host_array` for values by name."""
+    return {name: host_array(name, value) for name, value in values.items()}
+
+
+def ready_arrays(values: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
+    """Those values that need no conversion for their columns, as arrays: of numpy or torch, and of the same dtype."""
+    found = {}
+    for name, value in values.items():
+        spec = specs.get(name)
+        if isinstance(value, torch.Tensor):
+            try:
+                value = value.numpy()
+            except (RuntimeError, TypeError):
+                continue
+        if type(value) is np.ndarray and spec is not None and value.dtype == spec.dtype and not spec.is_bfloat16:
+            found[name] = value
+    return found
 
 
 def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None:
@@ -63,7 +87,7 @@ def row_ids(indexes: Any, n_rows: int) -> np.ndarray:
 
 
 def real_numbers(name: str, value: Any) -> np.ndarray:
-    """Converts an array of real numbers of any library to float64.
+    """Converts an array of real numbers of any library to float64, without a copy if it is that.
 
     Raises:
         SpecError: these are no real numbers.
@@ -71,7 +95,7 @@ def real_numbers(name: str, value: Any) -> np.ndarray:
     array = host_array(name, value)
     if array.dtype.kind not in "biuf" and array.size:
         raise SpecError(f"{name} must hold numbers, got {array.dtype}")
-    return array.astype(np.float64)
+    return array.astype(np.float64, copy=False)
 
 
 def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:

@@ -1,10 +1,12 @@
-"""Finds a dtype that holds the values of a column and new ones exactly."""
+"""Finds a dtype that holds the values of a column and new ones exactly, and casts values without losing any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
+
+from rlstructs.errors import SpecError
 
 # numpy's kinds of numbers; those of a higher rank hold those of a lower one.
 RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
@@ -58,3 +60,26 @@ def is_exact(values: np.ndarray, dtype: np.dtype) -> bool:
         dtype = np.empty(0, dtype).real.dtype
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.array_equal(values.astype(dtype).astype(values.dtype), values, equal_nan=True))
+
+
+def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Converts values to another dtype; only the precision of floats may be lost.
+
+    Raises:
+        SpecError: values would change in other ways.
+    """
+    whole = "biu"
+    if np.can_cast(values.dtype, dtype, "safe"):
+        return values.astype(dtype)
+    if not (values.dtype.kind in whole and dtype.kind in whole) and not np.can_cast(values.dtype, dtype, "same_kind"):
+        raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as {dtype}; convert it first")
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = values.astype(dtype)
+        back = converted.astype(values.dtype)  # numpy would compare an int with a float as floats
+    if values.dtype.kind in whole:
+        fit = np.array_equal(back, values) and (dtype.kind not in whole or np.array_equal(converted, values))
+    else:
+        fit = np.array_equal(np.isfinite(converted), np.isfinite(values))
+    if not fit:
+        raise SpecError(f"{name!r} holds {values.dtype} values that do not fit {dtype}")
+    return converted

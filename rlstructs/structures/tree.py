@@ -214,6 +214,11 @@ class TensorMap(Structure):
                 error = MissingKeyError(f"{error}; rows are taken by .index({key!r})")
             raise error from None
 
+    def find(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those tensors that have one of these names, by name. Others of a lease are not made."""
+        tensors = self._tensors
+        return {key: tensors[key] for key in keys if key in tensors}
+
     def _pick(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         if isinstance(keys, str):
             raise TypeError(f"get takes a list of keys, got the string {keys!r}; use [{keys!r}] for one tensor")

@@ -18,12 +18,11 @@ from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay import expand
 from rlstructs.replay.backing import Folder, Heap, Shared
 from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.row_ids import RowIds
 from rlstructs.replay.snapshot import Snapshot
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
 from rlstructs.replay.store import ALL, Storage
 
 ORDERS = ["lane", "slot"]

@@ -97,8 +97,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         priorities = self._priorities
         with priorities.lock:
             span = self._storage.span()
-            rows = priorities.draw_rows(span, batch_size, stream)
-            weights = importance_weights(priorities.tree.values.take(rows), priorities.tree.minimum, self.beta)
+            rows, leaves = priorities.draw_rows(span, batch_size, stream)
+            weights = importance_weights(leaves, priorities.tree.minimum, self.beta)
             priorities.drawn.remember(span, rows)
         fields = self._read(rows, env)._asdict()
         return PrioritizedReplayBufferSamples(**fields, weights=self.to_torch(weights[:, None]), indices=rows)

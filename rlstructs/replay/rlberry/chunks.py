@@ -17,14 +17,12 @@ from rlstructs.public_names import set_module
 from rlstructs.replay import expand
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import Selection, Uniform, draw_fitting
 from rlstructs.replay.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
 from rlstructs.replay.given import spec_of
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.sampling import sample_arrays
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
@@ -259,7 +257,7 @@ class ChunkReplayBuffer(Buffer):
         if not self._storage.span(length).total:
             return None
         select = partial(self._select, length=length, mode=sampling_mode)
-        picked, arrays = sample_arrays(self._storage, n, select, self._read)
+        picked, arrays = self._storage.sample(n, select, self._read)
         return ChunkBatch(self._hand_over(arrays), self._export({"indices": picked.rows, **picked.fields}, {}))
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
@@ -304,7 +302,7 @@ class ChunkReplayBuffer(Buffer):
         picked.earliest = self._reading.earliest(storage, picked.span, picked.rows[:, 0])
         return picked
 
-    def _read(self, picked: Selection) -> Mapping[str, Any]:
+    def _read(self, picked: Selection) -> dict[str, Any]:
         return self._reading.read(self._storage, picked.span, list(self._specs), picked.rows)
 
     # Files and copies
@@ -363,9 +361,8 @@ def _draw_by_priority(
     """
     span, episodes = storage.span(), storage.track_episodes()
     fits = partial(expand.fits_to, span, episodes if ends == AVOID_ENDS else None, length=length)
-    anchors = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
-    tree = priorities.tree
-    weights = importance_weights(tree.values.take(anchors), tree.minimum, beta)
+    anchors, leaves = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
+    weights = importance_weights(leaves, priorities.tree.minimum, beta)
     window = (expand.padded_to if ends == MASK_ENDS else expand.chunk_to)(span, episodes, anchors, length)
     return _selection(window, span, weights)
 

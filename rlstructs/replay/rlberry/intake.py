@@ -9,7 +9,7 @@ import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.claims import Claims, dtype_called
-from rlstructs.replay.columns import Spec, cast
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.export import Exporter
 from rlstructs.replay.from_trajectories import NAMES, Steps, key_of
 from rlstructs.replay.given import as_rows, is_mapping, spec_of
@@ -18,6 +18,7 @@ from rlstructs.replay.roles import ends_among
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import ALL, Storage
 from rlstructs.replay.values import as_whole, host_array
+from rlstructs.replay.widening import cast
 from rlstructs.structures.trajectories import Trajectories
 
 # Further tags of trajectories, beside `NAMES`, which is set up if no tag is.

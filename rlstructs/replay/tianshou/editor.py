@@ -17,9 +17,8 @@ from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import AnySnapshot
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
-from rlstructs.replay.tianshou.reading import sources_of
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, top
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, sources_of, top
 from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ class Editor:
         keeps_next = any(top(name) == OBS_NEXT for name in self.table.columns)
         names = [name for name in other.specs if name in other.columns or keeps_next]
         names = [name for name in names if top(name) not in self.intake.ignored]
-        arrays = read_sources(other.rows(), other.columns, sources_of(names, other.columns), at, Reading())
+        sources = sources_of(tuple(names), tuple(other.columns))
+        arrays = read_sources(other.rows(), other.columns, sources, at, Reading())
         return {name: transitions.raw_numbers(arrays[name], other.specs[name])[None] for name in names}
 
     # Columns

@@ -18,7 +18,7 @@ from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
-from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, top
+from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, sources_of, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import from_bits, host_array
 
@@ -104,7 +104,8 @@ class HindsightReader(Reader):
     def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
         """The goals that are achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
-        values = read_sources(rows, self.table.columns, {name: self.table.sources[name]}, at, Reading())[name]
+        columns = self.table.columns
+        values = read_sources(rows, columns, sources_of((name,), tuple(columns)), at, Reading())[name]
         return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
 
     def _rewards_of(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:

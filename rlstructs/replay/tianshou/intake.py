@@ -182,7 +182,7 @@ class TransitionIntake(Intake):
 
     def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
         """Plans how columns of infos change for rows (n, ...), or (n, T, ...)."""
-        return plan_columns(rows, self.specs, self.read_held, n_lead)
+        return plan_columns(rows, self.storage.columns.specs, self.read_held, n_lead)
 
     def read_held(self, name: str) -> np.ndarray:
         """The numbers in the valid rows of a column."""
@@ -207,7 +207,7 @@ class TransitionIntake(Intake):
     def check_names(self, plan: Plan) -> None:
         """Raises SpecError if columns of these names cannot be added."""
         rows = plan.rows
-        if rows.keys() <= self.specs.keys():
+        if rows.keys() <= self.storage.columns.specs.keys():
             return
         transitions.check_names([*plan.specs(self.specs), *rows])
         if taken := sorted(self.beside & {top(name) for name in rows}):
@@ -221,8 +221,8 @@ class TransitionIntake(Intake):
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         return transitions.trajectory_names(keys, self.options.ignore_obs_next)
 
-    def prepare_column(self, name: str, values: Any) -> Any:
-        return transitions.as_column(name, values, 2, self.options.save_only_last_obs)
+    def prepare_columns(self, values: dict[str, Any]) -> dict[str, Any]:
+        return transitions.as_columns(values, 2, self.options.save_only_last_obs)
 
     def check_steps(self, steps: Steps) -> None:
         self.require_room()

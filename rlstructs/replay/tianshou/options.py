@@ -62,11 +62,12 @@ class Options:
     @property
     def reading(self) -> Reading:
         """How samples are read."""
-        return _reading_of(self.n_step, self.gamma, self.stack_num)
+        return reading_of(self.n_step, self.gamma, self.stack_num)
 
 
 @lru_cache
-def _reading_of(n_step: int, gamma: float, stack_num: int) -> Reading:
+def reading_of(n_step: int = 1, gamma: float = 0.99, stack_num: int = 1) -> Reading:
+    """The reading with these settings."""
     return Reading(n_step, gamma, stack_num)
 
 

@@ -54,8 +54,8 @@ class PrioritizedReader(Reader):
 
     def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         assert isinstance(rows, Snapshot)
-        at = self.priorities.draw_rows(rows.span, n, self.rng, self.fits(rows), WANTED)
-        return at, {LEAVES: self.priorities.tree.values.take(at)}
+        at, leaves = self.priorities.draw_rows(rows.span, n, self.rng, self.fits(rows), WANTED)
+        return at, {LEAVES: leaves}
 
     def remember(self, pick: Pick) -> Pick:
         assert isinstance(pick.rows, Snapshot)

@@ -10,15 +10,13 @@ import numpy as np
 
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.drawing import Selection, draw_fitting, draw_numbers
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.reading import Reading, Source, read_sources
-from rlstructs.replay.sampling import sample_arrays
+from rlstructs.replay.reading import Reading, Sources, read_sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
-from rlstructs.replay.tianshou.options import Options
-from rlstructs.replay.tianshou.reading import sources_of
+from rlstructs.replay.span import Selection, draw_fitting
+from rlstructs.replay.tianshou.options import Options, reading_of
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of
 
 if TYPE_CHECKING:
     from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
@@ -56,29 +54,29 @@ class Reader:
     def select(self, index: Any) -> Any:
         """Reads rows as a batch; see `ReplayBuffer.__getitem__`."""
         at = self.table.locate(index)
-        arrays = self._read_at(self.table.sources, at, Reading(stack_num=self.options.stack_num))
+        arrays = self._read_at(self.table.sources, at, reading_of(stack_num=self.options.stack_num))
         return self._hand_over(arrays | self.compute_beside(at))
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
-        table = self.table
-        names = [name for name in table.specs if name == key or name.startswith(f"{key}/")]
+        table, specs = self.table, self.table.specs
+        names = (key,) if key in specs else tuple(name for name in specs if name.startswith(f"{key}/"))
         if not names:
             if default_value is not None:
                 return default_value
             if key in ADDED_EMPTY:
                 table.locate(index)  # raises
                 return self.export({}, {})
-            raise MissingKeyError(f"no {key!r} in this buffer, there are {list(table.specs)}")
-        sources = sources_of(names, table.columns, None)
-        arrays = self._read_at(sources, table.locate(index), Reading(stack_num=stack_num))
-        if names == [key]:
-            return self.export.one(key, arrays[key], table.specs[key])
+            raise MissingKeyError(f"no {key!r} in this buffer, there are {list(specs)}")
+        sources = sources_of(names, tuple(table.columns), None)
+        arrays = self._read_at(sources, table.locate(index), reading_of(stack_num=stack_num))
+        if names == (key,):
+            return self.export.one(key, arrays[key], specs[key])
         start = len(key) + 1
         inside = {name[start:]: array for name, array in arrays.items()}
-        return self.export.with_objects(inside, {name[start:]: table.specs[name] for name in names})
+        return self.export.with_objects(inside, {name[start:]: specs[name] for name in names})
 
-    def _read_at(self, sources: Mapping[str, Source], at: np.ndarray, reading: Reading) -> dict[str, Any]:
+    def _read_at(self, sources: Sources, at: np.ndarray, reading: Reading) -> dict[str, Any]:
         """Does what `read_sources` does, with the values that stand in for rewards."""
         rows, stand_in = self.table.rows(), self.table.stand_in
         arrays = read_sources(rows, self.table.columns, sources, at, reading)
@@ -189,12 +187,10 @@ class Reader:
 
     def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
         """Draws `n` of these rows, int64 (n,), and more values of each."""
-
-        def draw(count: int) -> np.ndarray:
-            return rows.numbered(draw_numbers(self.rng, rows.total, count))
-
-        fits = self.fits(rows)
-        return draw(n) if fits is None else draw_fitting(draw, fits, n, self.rng.choice, rows, WANTED), {}
+        fits, rng = self.fits(rows), self.rng
+        if fits is None:
+            return rows.draw(n, rng), {}
+        return draw_fitting(lambda count: rows.draw(count, rng), fits, n, rng.choice, rows, WANTED), {}
 
     def remember(self, pick: Pick) -> Pick:
         """Notes what was drawn, and returns it."""
@@ -221,7 +217,7 @@ class Reader:
         def look(picked: Selection) -> dict[str, Any]:
             return self.read(Snapshot(storage, picked.span), picked.rows)
 
-        picked, arrays = sample_arrays(storage, n, select, look)
+        picked, arrays = storage.sample(n, select, look)
         return picked.rows, picked.fields, arrays
 
     def find_frames(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:

@@ -12,12 +12,11 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.reading import Source
+from rlstructs.replay.reading import Sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
-from rlstructs.replay.tianshou.reading import sources_of
-from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW, sources_of
 from rlstructs.replay.values import from_bits, host_array
 
 R = TypeVar("R")
@@ -34,11 +33,11 @@ class Keys(NamedTuple):
 
     layout: int
     specs: dict[str, Spec]
-    sources: dict[str, Source]
+    sources: Sources
 
 
 # Before the columns were looked at; no layout has this number.
-UNKNOWN = Keys(-1, {}, {})
+UNKNOWN = Keys(-1, {}, Sources({}))
 
 
 class Table:
@@ -129,7 +128,7 @@ class Table:
         return self._look().specs
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> Sources:
         """How the keys of a batch are read."""
         return self._look().sources
 
@@ -138,7 +137,7 @@ class Table:
         if keys.layout != columns.layout:
             layout, stored = columns.layout, columns.specs
             specs = transitions.specs_of(stored)
-            keys = self._keys = Keys(layout, specs, sources_of(specs, stored))
+            keys = self._keys = Keys(layout, specs, sources_of(tuple(specs), tuple(stored)))
         return keys
 
     def find(self, name: str) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import flat_items, is_mapping
 from rlstructs.replay.infos import info_items
+from rlstructs.replay.reading import ANCHOR, LAST, NEXT, SUM, Source, Sources
 from rlstructs.replay.roles import INFO, is_beside, is_info
 from rlstructs.replay.values import host_array
 
@@ -187,6 +189,11 @@ def _is_nothing(value: Any) -> bool:
     return value is None
 
 
+def as_columns(values: Mapping[str, Any], n_axes: int, only_last: bool) -> dict[str, Any]:
+    """Calls `as_column` for values by name."""
+    return {name: as_column(name, value, n_axes, only_last) for name, value in values.items()}
+
+
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
     """Converts a value with `n_axes` axes in front of those of a row; its column can take it after a cast."""
     is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
@@ -251,3 +258,24 @@ def raw_numbers(raw: Any, spec: Spec) -> Any:
 def ends_of(rows: Mapping[str, Any]) -> np.ndarray:
     """Where episodes end, bool (n,)."""
     return np.asarray(np.logical_or(*(host_array(name, rows[name]) for name in FLAGS)))
+
+
+@lru_cache
+def sources_of(names: tuple[str, ...], columns: tuple[str, ...], stacked: tuple[str, ...] | None = STACKED) -> Sources:
+    """How keys of a batch are read.
+
+    Args:
+        names: of columns, or of what is made of them.
+        columns: the names of all columns.
+        stacked: the first parts of the names that are stacked; None for all names.
+    """
+    sources = {}
+    for name in names:
+        first, place = top(name), ANCHOR
+        if name == REW:
+            place = SUM
+        elif name in (DONE, *FLAGS) or first == OBS_NEXT:
+            place = LAST if name == DONE or name in columns else NEXT
+        stored = FLAGS if name == DONE else (stored_as(name, columns),)
+        sources[name] = Source(stored, place, stacked is None or first in stacked)
+    return Sources(sources)

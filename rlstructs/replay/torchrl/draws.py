@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.given import is_mapping
+from rlstructs.replay.span import Selection
 from rlstructs.replay.torchrl import slice_marks, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.part import join_key
+from rlstructs.replay.torchrl.samplers import Sampler
 from rlstructs.replay.torchrl.slice_samplers import SliceSampler
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -63,6 +64,8 @@ class Draws:
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
         self.sampler, self._transform = parts.sampler, parts.transform
         self._specs, self._axes, self._export = parts.specs, parts.axes, parts.export
+        # Whether each draw is one row of a batch.
+        self._is_flat = type(parts.sampler).flat is Sampler.flat
 
     def place(self) -> Place:
         """The place in the stream of draws."""
@@ -78,13 +81,16 @@ class Draws:
         return self.sampler.draw(self._store, *self.request[:2], self._rng)
 
     def read(self, picked: Selection) -> dict[str, Any]:
-        """The columns of drawn rows, name -> `(n, length, ...)`, private memory."""
-        return self._reading.read(self._store, picked.span, list(self._specs), picked.rows)
+        """The columns of drawn rows, name -> `(n, length, ...)`, or `(n, ...)` of single rows, private memory."""
+        rows = picked.rows[:, 0] if self._is_flat else picked.rows
+        return self._reading.read(self._store, picked.span, list(self._specs), rows)
 
     def finish(self, picked: Selection, arrays: dict[str, Any]) -> Made:
         """The batch, and what is known of its rows. Several threads may call this at once."""
         with_info, sampler, specs, axes = self.request[2], self.sampler, self._specs, self._axes
-        values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
+        values = arrays
+        if not self._is_flat:
+            values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
         n_axes = 1 if axes is None else axes[""]
         if n_axes > 1:  # a stack comes behind all axes of the batch
             values = {k: _move_stack(v, n_axes) if self._reading.stacks(k) else v for k, v in values.items()}

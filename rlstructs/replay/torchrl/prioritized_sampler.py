@@ -13,9 +13,9 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.span import Selection
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
@@ -136,13 +136,11 @@ class PrioritizedSampler(Sampler):
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""
         span = storage.span()
-        rows = self._of().draw_rows(span, n, rng)
-        return Selection(rows[:, None], span, {WEIGHT: self._weights(rows)})
+        rows, leaves = self._of().draw_rows(span, n, rng)
+        return Selection(rows[:, None], span, {WEIGHT: self._weights(leaves)})
 
-    def _weights(self, rows: np.ndarray) -> np.ndarray:
-        """float32, of the shape of `rows`."""
-        tree = self._of().tree
-        return importance_weights(tree.values.take(rows), tree.minimum, self._beta)
+    def _weights(self, leaves: np.ndarray) -> np.ndarray:
+        return importance_weights(leaves, self._of().tree.minimum, self._beta)
 
     def drawn(self, picked: Selection) -> None:
         """See `Sampler`."""

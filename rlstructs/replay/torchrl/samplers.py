@@ -11,8 +11,7 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims, flag, whole
-from rlstructs.replay.drawing import Selection, Uniform
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span, Uniform
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
-from rlstructs.replay.drawing import Selection
+from rlstructs.replay.span import Selection
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.draws import Draws, Made, Place, Request
 

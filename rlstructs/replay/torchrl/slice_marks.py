@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.roles import ends_among
+from rlstructs.replay.span import Selection
 from rlstructs.replay.torchrl.slice_samplers import AUTO, DONE, SliceSampler, parent_of
 from rlstructs.replay.values import encoded, host_array
 

@@ -11,11 +11,10 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.public_names import set_module
-from rlstructs.replay.drawing import Selection
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Selection, Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import ANY, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
@@ -214,10 +213,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
                 fit |= (n_steps > 0) & (storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0]))
             return np.asarray(fit)
 
-        rows = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
+        rows, leaves = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
         counts = np.minimum(self._n_steps(storage, span, rows), length)
         around, inside = window(span, span.steps(rows), counts, length)
-        return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(rows)})
+        return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(leaves)})
 
     def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
         """Number of rows of its episode from each row on, itself included; 0 for a row that is not there."""
