@@ -187,7 +187,9 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         values = dict(zip(sorted(envs), self._calls.apply(function, envs), strict=True))
         return [values[env] for env in envs]
 
-    def _reset(self, ids: list[int], seeds: Sequence[int | None], options: Info | None) -> tuple[np.ndarray, list[Info]]:
+    def _reset(
+        self, ids: list[int], seeds: Sequence[int | None], options: Info | None
+    ) -> tuple[np.ndarray, list[Info]]:
         vector, calls = self._envs, self._calls
         vector._order.check_free("reset", vector._order.pending)
         vector._drop_pending()
