@@ -52,18 +52,29 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
     """
 
     is_async = False
+    # tianshou's own compares every name with those of these attributes, in Python.
+    __getattribute__ = object.__getattribute__
+    action_space = property(methodcaller("get_env_attr", "action_space"))
+    observation_space = property(methodcaller("get_env_attr", "observation_space"))
+    metadata = property(methodcaller("get_env_attr", "metadata"))
+    reward_range = property(methodcaller("get_env_attr", "reward_range"))
+    spec = property(methodcaller("get_env_attr", "spec"))
 
     def __init__(
         self, env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], n_workers: int | None = None, **settings: Any
     ) -> None:
         self._envs = SharedVectorEnv(env_fns, n_workers, autoreset_mode=AutoresetMode.DISABLED, **settings)
         self._calls, self._columns = self._envs._calls, self._envs._columns
-        self._space = self._envs.single_observation_space
-        if isinstance(self._space, gymnasium.spaces.Tuple):
+        if isinstance(space := self._envs.single_observation_space, gymnasium.spaces.Tuple):
             self._envs.close()
-            raise TypeError(f"env_fns: tianshou takes observations that are arrays or a Dict, got {self._space}")
+            raise TypeError(f"env_fns: tianshou takes observations that are arrays or a Dict, got {space}")
         self.env_num = self.wait_num = self._envs.num_envs
+<<<<<<< HEAD
         # The same objects each time, as in `DummyVectorEnv`: a `Collector` draws random actions from them.
+=======
+        self._everyone = list(range(self.env_num))
+        # The same objects each time, as of `DummyVectorEnv`: a `Collector` draws random actions from them.
+>>>>>>> r36
         self._action_spaces = self._calls.apply(methodcaller("get_wrapper_attr", "action_space"))
 
     @property
@@ -88,8 +99,8 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         Returns:
             Observations (n, ...), which are dicts if their space is a Dict; and an info for each environment.
         """
-        envs = self._check_ids("reset", id if env_id is None else env_id)
-        return self._reset(envs, [seed] * self.env_num, options)
+        ids = self._check_ids("reset", id if env_id is None else env_id)
+        return self._reset(ids, [seed] * self.env_num, options)
 
     def step(
         self,
@@ -110,20 +121,21 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             StateError: an environment has ended and was not reset; no environment was stepped.
             SpecError: the numbers of actions and of environments differ.
         """
-        envs = self._check_ids("step", id)
-        actions = self._batch_actions(action, len(envs))
-        columns = self._columns
-        if np.array_equal(envs, np.arange(self.env_num)):
-            self._calls.step(actions)
-            *_, infos = self._calls.finish_step(None, False, partial(split_infos, envs.tolist()))
+        ids, calls = self._check_ids("step", id), self._calls
+        actions, split = self._batch_actions(action, len(ids)), partial(split_infos, ids)
+        if ids == self._everyone:
+            calls.step(actions)
+            seen, rewards, terminated, truncated, infos = calls.finish_step(None, True, split)
         else:
-            self._calls.step_some(actions, envs)
-            infos = split_infos(envs.tolist(), self._calls.wait_for_some(None, envs, None).values())
-            self._calls.mark_received(envs)
-        for info, env in zip(infos, envs.tolist(), strict=True):
+            envs, columns = np.array(ids), self._columns
+            calls.step_some(actions, envs)
+            infos = split(calls.wait_for_some(None, envs, None).values())
+            calls.mark_received(envs)
+            seen, rewards = columns.batch_some(envs), columns.rewards[envs]
+            terminated, truncated = columns.terminations[envs], columns.truncations[envs]
+        for info, env in zip(infos, ids, strict=True):
             info["env_id"] = env
-        flags = columns.terminations[envs], columns.truncations[envs]
-        return self._observe(envs), columns.rewards[envs], *flags, np.array(infos, dtype=object)
+        return self._stack(seen), rewards, terminated, truncated, np.array(infos, dtype=object)
 
     def seed(self, seed: int | Sequence[int | None] | None = None) -> list[Any]:
         """Seeds environments and their action spaces, and starts an episode in those that have no method `seed`.
@@ -142,7 +154,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             if not has_method:
                 without.append(env)
         if without:
-            self._reset(np.array(without), seeds, None)
+            self._reset(without, seeds, None)
         return values
 
     def render(self, **kwargs: Any) -> list[Any]:
@@ -167,28 +179,40 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         """Sets an attribute of each environment inside its wrappers, or of those of `id`."""
         self._apply("set_env_attr", partial(env_functions.set_inner_attribute, key, value), id)
 
-    def _check_ids(self, call: str, ids: Ids) -> np.ndarray:
-        """The environments, int64 (n,)."""
-        return check_env_ids(call, None if ids is None else np.atleast_1d(ids), self.env_num)
+    def _check_ids(self, call: str, ids: Ids) -> list[int]:
+        """The environments."""
+        if ids is None or (isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and ids.tolist() == self._everyone):
+            return self._everyone
+        found: list[int] = check_env_ids(call, np.atleast_1d(ids), self.env_num).tolist()
+        return found
 
     def _apply(self, call: str, function: Callable[[Any], Any], ids: Ids) -> list[Any]:
         envs = self._check_ids(call, ids)
-        values = dict(zip(sorted(envs.tolist()), self._calls.apply(function, envs), strict=True))
-        return [values[env] for env in envs.tolist()]
+        values = dict(zip(sorted(envs), self._calls.apply(function, envs), strict=True))
+        return [values[env] for env in envs]
 
     def _reset(
-        self, envs: np.ndarray, seeds: Sequence[int | None], options: Info | None
+        self, ids: list[int], seeds: Sequence[int | None], options: Info | None
     ) -> tuple[np.ndarray, list[Info]]:
-        self._envs._order.check_free("reset", self._envs._order.pending)
-        self._envs._drop_pending()
-        mask = None if len(envs) == self.env_num else np.isin(np.arange(self.env_num), envs)
-        self._calls.reset(seeds, options, mask)
-        _, infos = self._calls.finish_reset(None, False, partial(split_infos, envs.tolist()))
-        return self._observe(envs), infos
+        vector, calls = self._envs, self._calls
+        vector._order.check_free("reset", vector._order.pending)
+        vector._drop_pending()
+        mask = None
+        if len(ids) < len(seeds):
+            mask = np.zeros(len(seeds), bool)
+            mask[ids] = True
+        calls.reset(seeds, options, mask)
+        _, infos = calls.finish_reset(None, False, partial(split_infos, ids))
+        return self._stack(self._columns.batch_some(np.array(ids))), infos
 
+<<<<<<< HEAD
     def _observe(self, envs: np.ndarray) -> np.ndarray:
         """Copies of the newest observations of environments, stacked the way `DummyVectorEnv` does it."""
         batch = self._columns.batch_some(envs)
+=======
+    def _stack(self, batch: Any) -> np.ndarray:
+        """Observations as `DummyVectorEnv` stacks them: an array of dicts where the space is a Dict."""
+>>>>>>> r36
         return batch if isinstance(batch, np.ndarray) else np.stack(list(iterate(self._envs.observation_space, batch)))
 
     def _batch_actions(self, action: Any, n: int) -> Any:

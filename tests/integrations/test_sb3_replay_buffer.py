@@ -14,6 +14,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
+from rlstructs.errors import SpecError
 from rlstructs.integrations import sb3
 from workers.limits import available_bytes
 
@@ -106,6 +107,24 @@ def test_observations_that_are_stored_once_are_the_same(kind, settings):
     ours = cls(30, observation, action, "cpu", 3, optimize_memory_usage=True, **settings)
     fill([theirs, ours], observation, action, 37)
     assert_same(sample(ours), sample(theirs))
+
+
+@pytest.mark.parametrize("n", [2, 10, 37])
+@pytest.mark.parametrize("settings", [{"n_steps": 1}, {"n_steps": 3, "gamma": 0.9}, {"n_steps": 12}])
+def test_n_step_returns_are_those_of_theirs(settings, n):
+    observation, action = OBSERVATIONS["float32"], ACTIONS["discrete"]
+    theirs = buffers.NStepReplayBuffer(30, observation, action, "cpu", 3, **settings)
+    both = [sb3.NStepReplayBuffer(30, observation, action, "cpu", 3, optimize, **settings) for optimize in (0, 1)]
+    fill([theirs, *both], observation, action, n)
+    envs = VecNormalize(make_vec_env("CartPole-v1", 1), norm_obs=False)
+    envs.ret_rms.var = np.array(4.0)
+    for ours in both:
+        assert_same(sample(ours), sample(theirs))
+        assert_same(sample(ours, env=envs), sample(theirs, env=envs))
+    with pytest.raises(SpecError, match="n_steps must be at least 1, got 0"):
+        sb3.NStepReplayBuffer(30, observation, action, n_steps=0)
+    with pytest.raises(SpecError, match="gamma: needs a number from 0 to 1, got 2"):
+        sb3.NStepReplayBuffer(30, observation, action, gamma=2)
 
 
 def test_infos_may_be_anything_where_timeouts_are_not_handled():

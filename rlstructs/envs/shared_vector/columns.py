@@ -192,6 +192,8 @@ class Columns:
 
     def batch_some(self, envs: np.ndarray) -> Any:
         """Copies of the newest observations of some environments."""
+        if self._single is not None:
+            return self._single[envs]
         return self._nest(lambda array: array[envs], copy.deepcopy, envs.tolist())
 
     def _nest(

@@ -151,12 +151,14 @@ class EnvGroup:
             mask: bool, one for each environment; None for all.
         """
         outcome = Outcome([], [])
-        for k, env in enumerate(self._envs):
-            if mask is not None and not mask[k]:
+        for k, is_reset in enumerate([True] * len(self._envs) if mask is None else mask.tolist()):
+            if not is_reset:
                 continue
+            env = self._envs[k]
             self._at[0] = self._first + k
             try:
-                result = env.reset(seed=seeds[k], options=copy.deepcopy(options[k]))
+                own_options = None if options[k] is None else copy.deepcopy(options[k])
+                result = env.reset(seed=seeds[k], options=own_options)
                 observation, info = read_reset(result, env, self._first + k)
                 self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
                 self._write_one(k, observation, outcome)

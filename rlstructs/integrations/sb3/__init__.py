@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlstructs.integrations.sb3.n_step import NStepReplayBuffer
     from rlstructs.integrations.sb3.prioritized import (
         PrioritizedDictReplayBuffer,
         PrioritizedReplayBuffer,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "DictReplayBuffer": "replay_buffer",
+    "NStepReplayBuffer": "n_step",
     "PrioritizedDictReplayBuffer": "prioritized",
     "PrioritizedReplayBuffer": "prioritized",
     "PrioritizedReplayBufferSamples": "prioritized",
@@ -32,6 +34,7 @@ _EXPORTS = {
 
 __all__ = [
     "DictReplayBuffer",
+    "NStepReplayBuffer",
     "PrioritizedDictReplayBuffer",
     "PrioritizedReplayBuffer",
     "PrioritizedReplayBufferSamples",

@@ -67,6 +67,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         _warn_of_memory(sum(spec.nbytes for name, spec in specs.items() if name not in linked), self)
         self._storage.add_columns(specs, linked)
         self._names = list(specs)
+        self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
+        self._before = [name for name in specs if name not in self._after]
         self._writer = StepWriter(self._storage, ())
 
     def _specs(self) -> dict[str, Spec]:
@@ -145,9 +147,14 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         lanes = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         return self._read(self._storage.columns.rows(lanes, batch_inds), env)
 
-    def _read(self, rows: np.ndarray, env: VecNormalize | None) -> Any:
-        """Makes a sample of these rows."""
-        columns = dict(zip(self._names, self._storage.gather(self._names, rows), strict=True))
+    def _gather(self, names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
+        return dict(zip(names, self._storage.gather(names, rows), strict=True))
+
+    def _read(self, rows: np.ndarray, env: VecNormalize | None, last: np.ndarray | None = None) -> Any:
+        """Makes a sample of these rows; where `last` is given, what followed an action is that of these other rows."""
+        columns = self._gather(self._names if last is None else self._before, rows)
+        if last is not None:
+            columns |= self._gather(self._after, last)
         dones, rewards = columns[DONES] * (1 - columns[TIMEOUTS]), columns[REWARDS]
         return self._samples(
             self._to_tensors(self._normalize_obs(self._join(OBSERVATIONS, columns), env)),
