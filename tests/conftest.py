@@ -7,6 +7,8 @@ import os
 import signal
 
 import hypothesis
+import parts
+import programs
 import pytest
 from folders import PYTHONPATH
 
@@ -29,8 +31,13 @@ IS_FORK = "TEST_FORK" in os.environ
 START_METHODS = ["fork"] if IS_FORK else ["forkserver", "spawn"]
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if (start_method_of(item) == "fork") == IS_FORK]
+    parts.mark(items)
+    result = yield  # those of the other part are left out
+    items[:] = parts.deal(items, getattr(config, "workerinput", {"workercount": 1})["workercount"])
+    return result
 
 
 def start_method_of(item):
@@ -51,6 +58,13 @@ def subprocess_env(tmp_path):
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     # Stable-Baselines3 would write its logs into a new folder of the system's temporary directory.
     return {**inherited, "PYTHONPATH": PYTHONPATH, "SB3_LOGDIR": str(tmp_path / "sb3_logs")}
+
+
+@pytest.fixture
+def quick_programs():
+    """Programs of the test start without importing torch anew; see `programs.py`."""
+    with programs.quick_programs():
+        yield
 
 
 @pytest.fixture

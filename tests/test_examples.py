@@ -15,6 +15,8 @@ import pytest
 import torch
 from processes import LIMIT
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ROOT = Path(__file__).parent.parent
 SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
 MEMORY = [*SMALL, "--memory-size", "40"]
@@ -69,6 +71,7 @@ RUNS = {
         r"warp \d+ us, torch \d+ us: [\d.]+ times as fast",
     ),
 }  # fmt: skip
+QUICK = ("1_structures.py", "2_collect.py")
 
 
 def run(arguments, **options):
@@ -77,7 +80,7 @@ def run(arguments, **options):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in RUNS])
 def test_an_example_runs(name, subprocess_env, tmp_path):
     arguments, words = RUNS[name]
     file = ROOT / "examples" / name.split()[0]

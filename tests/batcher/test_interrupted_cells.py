@@ -18,6 +18,8 @@ from test_interrupts import signalled
 from rlstructs import GymEnvInf, RL_Batcher, SharedVectorEnv, StateError
 from rlstructs.testing import check_env
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ENDLESS = 10**6
 KINDS = [(0, 0, "raise"), (1, 1, "raise"), (2, 0, "raise"), (2, 2, "restart"), (0, 1, "raise")]
 

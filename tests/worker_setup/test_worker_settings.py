@@ -183,6 +183,9 @@ def make_vector(folder, n_workers, start_method):
 SURFACES = {"RL_Batcher": make_batcher, "SharedVectorEnv": make_vector}
 
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
 def run(program, env, *arguments):
     """Runs a program of its own: settings are those of a whole process."""
     command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
