@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import socket
@@ -106,5 +105,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(ConnectionError):
-        main()
+    main()
