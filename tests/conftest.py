@@ -12,6 +12,9 @@ import programs
 import pytest
 from folders import PYTHONPATH
 
+from rlstructs.batcher import start_pool
+from rlstructs.envs.shared_vector import worker_host
+
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,6 +28,13 @@ multiprocessing.get_start_method()
 # By default hypothesis fails what takes more than 200 ms, which on a busy machine anything may.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+# One fork server for the workers of batchers and of vector environments. It imports what the tests' own modules import,
+# as each worker would otherwise when it unpickles an environment.
+start_pool.PRELOAD = worker_host.PRELOAD = (
+    *start_pool.PRELOAD, *worker_host.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
+    "pytest", "helpers", "processes",
+)  # fmt: skip
 
 # `fork` copies the locks that threads of other tests hold: its cases have a process of their own (test_fork.py).
 IS_FORK = "TEST_FORK" in os.environ

@@ -34,8 +34,8 @@ def is_slow(item):
     """Whether a test that has no mark is slow."""
     if item.get_closest_marker("quick") is not None:
         return False
-    callspec = getattr(item, "callspec", None)
-    is_spawned = callspec is not None and "spawn" in callspec.params.values()
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    is_spawned = "spawn" in [value for value in params.values() if isinstance(value, str)]
     return is_spawned or not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
 
 

@@ -531,6 +531,7 @@ def in_a_daemon(result):
         result.put(rollout(batcher)[1])
 
 
+@pytest.mark.slow
 def test_a_daemonic_process_may_have_a_batcher():
     context = multiprocessing.get_context("spawn")
     result = context.SimpleQueue()

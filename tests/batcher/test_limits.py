@@ -168,6 +168,7 @@ def test_slots_beyond_a_limit_of_the_process_are_refused_before_the_first_write(
     assert lines[1] == "True True"
 
 
+@pytest.mark.slow
 def test_64_workers_on_two_cores():
     before = worker_pids()
     with count_batcher([[3]] * 64, 4, autoreset=True) as batcher:
