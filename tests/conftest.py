@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config, items):
     result = yield  # those of the other part are left out
     items[:] = parts.deal(items, getattr(config, "workerinput", {"workercount": 1})["workercount"])
     return result
+
+
+def pytest_collection_finish():
+    # Many tests collect garbage, which would otherwise look at all that pytest and the libraries hold: for a second.
+    gc.collect()
+    gc.freeze()
 
 
 def start_method_of(item):

@@ -1154,6 +1154,7 @@ def leaks(once, n_calls, n_bytes, *pids):
     return bool(growing)
 
 
+@pytest.mark.slow
 def test_creating_and_closing_leaves_nothing_behind():
     def once():
         with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
@@ -1167,6 +1168,7 @@ def test_creating_and_closing_leaves_nothing_behind():
     assert held() == before
 
 
+@pytest.mark.slow
 def test_thousands_of_rollouts_leave_nothing_behind():
     with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
         batcher.reset()
