@@ -345,6 +345,7 @@ def test_reset_drops_what_environments_were_asked_for(n_workers, asked):
 
 
 @pytest.mark.parametrize(("n_workers", "call"), [(0, "step"), (2, "step"), (2, "send")])
+@pytest.mark.slow
 def test_a_cell_of_vector_environments_that_is_interrupted_anywhere_can_be_run_again(n_workers, call):
     def cell():
         envs.reset()
