@@ -152,9 +152,7 @@ class Failing(Count):
         return super().step(action)
 
 
-def create_failing(
-    seed, n_envs=2, how="", worker=2, generations=1, file="", length=100, pid=0, in_episode=0
-):
+def create_failing(seed, n_envs=2, how="", worker=2, generations=1, file="", length=100, pid=0, in_episode=0):
     """Environments of a worker, of which those of one worker fail."""
     how_and_when = how, worker, generations, file, length, pid, in_episode
     return GymEnvInf([Failing(seed, *how_and_when) for _ in range(n_envs)], seed)

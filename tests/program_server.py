@@ -1,4 +1,4 @@
-"""The process that programs of tests are forked from; it has imported what they would import first. See `programs.py`."""
+"""The process that programs of tests are forked from, which has imported torch and the library: see `programs.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serve(connection):
 
 
 def fork_orphan():
-    """Forks a process whose parent has ended: the tests', which adopts orphans now, takes its place. 0 in the process."""
+    """Forks a process that the tests' process adopts, because its parent has ended; returns its pid, 0 in itself."""
     reads, writes = os.pipe()
     between = fork()
     if between:

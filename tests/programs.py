@@ -78,9 +78,7 @@ class Program(subprocess.Popen):
         pipes = arguments[10:16]
         if Program.server is None:
             Program.server = Server()
-        stdin, stdout, stderr = (
-            number if fd == -1 else fd for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))
-        )
+        stdin, stdout, stderr = (number if fd == -1 else fd for number, fd in enumerate((pipes[0], pipes[3], pipes[5])))
         self.pid = Program.server.start(self.described, [stdin, stdout, stderr])
         self._child_created = True
         self._close_pipe_fds(*pipes)

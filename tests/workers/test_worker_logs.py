@@ -215,8 +215,9 @@ PROGRAM = """
 """
 
 
+@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("method", START_METHODS)
-def test_each_record_is_handled_once_and_by_handlers_of_init_worker_too(method, subprocess_env, quick_programs, tmp_path):
+def test_each_record_is_handled_once_and_by_handlers_of_init_worker_too(method, subprocess_env, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), method, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env)
     assert done.returncode == 0 and not done.stderr, done.stderr
