@@ -32,6 +32,7 @@ hypothesis.settings.load_profile("any machine")
 
 # One fork server for the workers of batchers and of vector environments. It imports what the tests' own modules import,
 # as each worker would otherwise when it unpickles an environment.
+OWN_PRELOAD = worker_host.PRELOAD
 start_pool.PRELOAD = worker_host.PRELOAD = (
     *start_pool.PRELOAD, *worker_host.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
     "pytest", "helpers", "processes",
@@ -66,6 +67,12 @@ def start_method_of(item):
 @pytest.fixture(params=START_METHODS)
 def start_method(request):
     return request.param
+
+
+@pytest.fixture
+def own_preload(monkeypatch):
+    """Workers of vector environments are forked from a server that has imported what it has without the tests."""
+    monkeypatch.setattr(worker_host, "PRELOAD", OWN_PRELOAD)
 
 
 @pytest.fixture
