@@ -153,7 +153,6 @@ def test_a_get_that_is_interrupted_anywhere_loses_nothing_but_what_it_was_about_
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
-@pytest.mark.slow
 def test_a_close_that_is_interrupted_anywhere_is_gone_on_with(first):
     count_batcher([[3]], 2).close()  # the fork server runs from here on
     gc.collect()  # what other tests have left
