@@ -18,6 +18,8 @@ from rlstructs import DictTensor, GymEnvInf, NormalizeObservation, NormalizeRewa
 
 # Bytes: about the least that Ray takes.
 STORE = 80 * 2**20
+# Actors find what tests are made of. By default Ray gives way to every other program, so also to the other tests.
+ENVIRONMENT = {"PYTHONPATH": PYTHONPATH, "RAY_worker_niceness": "0"}
 
 
 @contextlib.contextmanager
@@ -27,9 +29,8 @@ def ray_cluster(n_nodes, store=STORE):
     from ray.cluster_utils import Cluster
 
     before, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
-    path = os.environ.get("PYTHONPATH")
-    # Actors find what tests are made of.
-    os.environ["PYTHONPATH"] = PYTHONPATH
+    kept = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
     try:
         args = {"num_cpus": 1, "object_store_memory": store, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=args)
@@ -43,10 +44,11 @@ def ray_cluster(n_nodes, store=STORE):
             cluster.shutdown()
     finally:
         signal.signal(signal.SIGTERM, handler)  # `ray.init` sets its own
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         for process in set(psutil.Process().children(recursive=True)) - before:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "ray" in " ".join(process.cmdline()):
@@ -150,9 +152,7 @@ class Failing(Count):
         return super().step(action)
 
 
-def create_failing(
-    seed, n_envs=2, how="", worker=2, generations=1, file="", length=100, pid=0, in_episode=0
-):
+def create_failing(seed, n_envs=2, how="", worker=2, generations=1, file="", length=100, pid=0, in_episode=0):
     """Environments of a worker, of which those of one worker fail."""
     how_and_when = how, worker, generations, file, length, pid, in_episode
     return GymEnvInf([Failing(seed, *how_and_when) for _ in range(n_envs)], seed)

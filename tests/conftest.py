@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 
 import hypothesis
+import parts
+import programs
 import pytest
 from folders import PYTHONPATH
+
+from rlstructs.batcher import start_pool
+from rlstructs.envs.shared_vector import worker_host
 
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,13 +30,32 @@ multiprocessing.get_start_method()
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
+# One fork server for the workers of batchers and of vector environments. It imports what the tests' own modules import,
+# as each worker would otherwise when it unpickles an environment.
+OWN_PRELOAD = worker_host.PRELOAD
+start_pool.PRELOAD = worker_host.PRELOAD = (
+    *start_pool.PRELOAD, *worker_host.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
+    "pytest", "helpers", "processes",
+)  # fmt: skip
+
 # `fork` copies the locks that threads of other tests hold: its cases have a process of their own (test_fork.py).
 IS_FORK = "TEST_FORK" in os.environ
 START_METHODS = ["fork"] if IS_FORK else ["forkserver", "spawn"]
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if (start_method_of(item) == "fork") == IS_FORK]
+    parts.mark(items)
+    result = yield  # those of the other part are left out
+    items[:] = parts.deal(items, getattr(config, "workerinput", {"workercount": 1})["workercount"])
+    return result
+
+
+def pytest_collection_finish():
+    # Many tests collect garbage, which would otherwise look at all that pytest and the libraries hold: for a second.
+    gc.collect()
+    gc.freeze()
 
 
 def start_method_of(item):
@@ -45,12 +70,25 @@ def start_method(request):
 
 
 @pytest.fixture
+def own_preload(monkeypatch):
+    """Workers of vector environments are forked from a server that has imported what it has without the tests."""
+    monkeypatch.setattr(worker_host, "PRELOAD", OWN_PRELOAD)
+
+
+@pytest.fixture
 def subprocess_env(tmp_path):
     """The environment of a program that the test runs: finds the library and the helpers."""
     # Unbuffered, a line and its end are two writes: what several workers print at once would be mixed.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     # Stable-Baselines3 would write its logs into a new folder of the system's temporary directory.
     return {**inherited, "PYTHONPATH": PYTHONPATH, "SB3_LOGDIR": str(tmp_path / "sb3_logs")}
+
+
+@pytest.fixture
+def quick_programs():
+    """Programs of the test start without importing torch anew; see `programs.py`."""
+    with programs.quick_programs():
+        yield
 
 
 @pytest.fixture

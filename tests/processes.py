@@ -15,13 +15,13 @@ LIMIT = 600.0
 
 def worker_pids():
     """The processes that this one has started, directly or not, but for those that stay: the fork
-    server and the standard library's resource tracker."""
+    server, the server of programs and the standard library's resource tracker."""
     me = psutil.Process()
     return {
         process.pid
         for process in me.children(recursive=True)
         if process.ppid() != me.pid
-        or not any(word in command_of(process) for word in ("forkserver import", "resource_tracker"))
+        or not any(word in command_of(process) for word in ("forkserver import", "resource_tracker", "program_server"))
     }
 
 

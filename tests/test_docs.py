@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 from processes import LIMIT
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
@@ -116,7 +118,13 @@ def fits(printed: str, wanted: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), printed, re.DOTALL) is not None
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if f"{FENCE}\n" in page.read_text()], ids=name_of)
+def with_programs() -> list[Any]:
+    """The pages that have programs; that of the README is quick."""
+    found = [page for page in PAGES if f"{FENCE}\n" in page.read_text()]
+    return [pytest.param(page, marks=[pytest.mark.quick] * (page.name == "README.md")) for page in found]
+
+
+@pytest.mark.parametrize("page", with_programs(), ids=name_of)
 def test_a_page_prints_what_it_says(page, subprocess_env, tmp_path):
     text = page.read_text()
     printed, wanted = run(text, tmp_path, subprocess_env), outputs_of(text)
@@ -223,6 +231,7 @@ def test_every_page_can_be_found():
     assert pages == set(re.findall(r"[\w/]+\.md", navigation))
 
 
+@pytest.mark.quick
 def test_a_block_that_prints_something_else_is_noticed(subprocess_env, tmp_path):
     page = "# A page\n\n```python\nprint(1)\n```\n\n```text\n2\n```\n\n"
     page += "```python\nprint(3, 0.5)\n```\n\n```text\n3 ...\n```\n"
@@ -231,6 +240,7 @@ def test_a_block_that_prints_something_else_is_noticed(subprocess_env, tmp_path)
     assert [fits(*pair) for pair in zip(printed, wanted, strict=True)] == [False, True]
 
 
+@pytest.mark.quick
 def test_an_error_names_the_line_of_the_page(subprocess_env, tmp_path):
     with pytest.raises(AssertionError, match="line 4, in"):
         run("# A page\n\n```python\n1 / 0\n```\n", tmp_path, subprocess_env)

@@ -20,6 +20,8 @@ from processes import LIMIT
 from rlstructs import DictTensor
 from rlstructs.testing import check_env
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ROOT = Path(__file__).parent.parent
 SMALL = ["--n-envs", "2", "--n-timesteps", "30", "--n-rollouts", "2"]
 MEMORY = [*SMALL, "--memory-size", "40"]
@@ -81,6 +83,7 @@ RUNS = {
         r"warp \d+ us, torch \d+ us: [\d.]+ times as fast",
     ),
 }  # fmt: skip
+QUICK = ("1_structures.py", "2_collect.py")
 
 
 def run(arguments, **options):
@@ -89,7 +92,7 @@ def run(arguments, **options):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in RUNS])
 def test_an_example_runs(name, subprocess_env, tmp_path):
     arguments, words = RUNS[name]
     file = ROOT / "examples" / name.split()[0]

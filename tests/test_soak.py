@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from processes import LIMIT
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 def test_workers_are_killed_and_stopped_and_nothing_wrong_is_handed_out(subprocess_env):

@@ -69,12 +69,8 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             self._envs.close()
             raise TypeError(f"env_fns: tianshou takes observations that are arrays or a Dict, got {space}")
         self.env_num = self.wait_num = self._envs.num_envs
-<<<<<<< HEAD
-        # The same objects each time, as in `DummyVectorEnv`: a `Collector` draws random actions from them.
-=======
         self._everyone = list(range(self.env_num))
-        # The same objects each time, as of `DummyVectorEnv`: a `Collector` draws random actions from them.
->>>>>>> r36
+        # The same objects each time, as in `DummyVectorEnv`: a `Collector` draws random actions from them.
         self._action_spaces = self._calls.apply(methodcaller("get_wrapper_attr", "action_space"))
 
     @property
@@ -205,14 +201,8 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         _, infos = calls.finish_reset(None, False, partial(split_infos, ids))
         return self._stack(self._columns.batch_some(np.array(ids))), infos
 
-<<<<<<< HEAD
-    def _observe(self, envs: np.ndarray) -> np.ndarray:
-        """Copies of the newest observations of environments, stacked the way `DummyVectorEnv` does it."""
-        batch = self._columns.batch_some(envs)
-=======
     def _stack(self, batch: Any) -> np.ndarray:
-        """Observations as `DummyVectorEnv` stacks them: an array of dicts where the space is a Dict."""
->>>>>>> r36
+        """Stacks observations the way `DummyVectorEnv` does it: an array of dicts where the space is a Dict."""
         return batch if isinstance(batch, np.ndarray) else np.stack(list(iterate(self._envs.observation_space, batch)))
 
     def _batch_actions(self, action: Any, n: int) -> Any:

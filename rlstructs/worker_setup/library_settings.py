@@ -40,6 +40,8 @@ ATTRIBUTES = (
 )
 # Kernels of attention; `torch.backends.cuda` has one function for each to read, and one to set, whether it is on.
 ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+# Modules whose classes are among torch's safe globals wherever they are imported.
+ADD_SAFE_GLOBALS = ("torch.", "tensordict.")
 JAX = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -149,11 +151,14 @@ def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def _safe_globals() -> list[Any]:
-    """Classes that the program allows `torch.load` to read, without those that torch adds by itself."""
+    """Classes that the program allows `torch.load` to read, without those that libraries add as they are imported.
+
+    A worker would import these libraries to read the list; tensordict takes a second.
+    """
     import torch
 
     found = torch.serialization.get_safe_globals()
-    return [each for each in found if not getattr(each, "__module__", "").startswith("torch.")]
+    return [each for each in found if not getattr(each, "__module__", "").startswith(ADD_SAFE_GLOBALS)]
 
 
 def _determinism() -> tuple[bool, bool]:

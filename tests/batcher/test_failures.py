@@ -40,6 +40,8 @@ from rlstructs.testing import Fault, create_faulty_envs
 from workers.pool import CLOSE_DELAY
 from workers.process import WorkerProcess
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 # Seconds in which a failure has to arrive, and `close` to return: the contract's own numbers.
 
 
@@ -529,6 +531,7 @@ def in_a_daemon(result):
         result.put(rollout(batcher)[1])
 
 
+@pytest.mark.slow
 def test_a_daemonic_process_may_have_a_batcher():
     context = multiprocessing.get_context("spawn")
     result = context.SimpleQueue()
@@ -785,6 +788,7 @@ def test_a_handler_of_a_signal_may_close_while_a_rollout_is_copied(monkeypatch):
             call()
 
 
+@pytest.mark.quick
 def test_an_interrupted_close_leaves_no_worker(subprocess_env):
     text = textwrap.dedent("""
         import os, signal, threading
@@ -1086,7 +1090,7 @@ except OwnError as error:
 """
 
 
-@pytest.mark.parametrize("how", ["file", "stdin", "command"])
+@pytest.mark.parametrize("how", [pytest.param("file", marks=pytest.mark.quick), "stdin", "command"])
 def test_a_script_needs_no_guard_and_keeps_its_own_classes(how, subprocess_env, tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
@@ -1101,8 +1105,9 @@ def test_a_users_own_workers_module_is_named(subprocess_env, tmp_path):
     (tmp_path / "workers.py").write_text("")
     (tmp_path / "main.py").write_text("from rlstructs import RL_Batcher")
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "main.py")], capture_output=True, env=subprocess_env, timeout=LIMIT, text=True
-    )
+        [sys.executable, "-B", str(tmp_path / "main.py")],  # a Python of its own: see `programs.py`
+        capture_output=True, env=subprocess_env, timeout=LIMIT, text=True,
+    )  # fmt: skip
     assert done.returncode == 1 and f"found '{tmp_path / 'workers.py'}' in its place" in done.stderr
 
 
@@ -1149,6 +1154,7 @@ def leaks(once, n_calls, n_bytes, *pids):
     return bool(growing)
 
 
+@pytest.mark.slow
 def test_creating_and_closing_leaves_nothing_behind():
     def once():
         with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
@@ -1162,6 +1168,7 @@ def test_creating_and_closing_leaves_nothing_behind():
     assert held() == before
 
 
+@pytest.mark.slow
 def test_thousands_of_rollouts_leave_nothing_behind():
     with count_batcher([[3], [4]], 5, autoreset=True) as batcher:
         batcher.reset()

@@ -18,6 +18,8 @@ from test_interrupts import signalled
 from rlstructs import GymEnvInf, RL_Batcher, SharedVectorEnv, StateError
 from rlstructs.testing import check_env
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ENDLESS = 10**6
 KINDS = [(0, 0, "raise"), (1, 1, "raise"), (2, 0, "raise"), (2, 2, "restart"), (0, 1, "raise")]
 
@@ -104,6 +106,7 @@ def test_a_reset_with_a_rollout_under_way_that_is_interrupted_anywhere_can_be_ca
 
 @pytest.mark.parametrize(("n_processes", "run_ahead", "policy"), KINDS)
 @pytest.mark.parametrize("call", ["execute", "update"])
+@pytest.mark.slow
 def test_execute_and_update_are_finished_before_an_interrupt_goes_through(n_processes, run_ahead, policy, call):
     n_envs, step, n_done = 2 * (n_processes or 1), 3 * run_ahead, 0
     with made(n_processes, run_ahead, policy) as batcher:
@@ -138,6 +141,7 @@ def test_execute_and_update_are_finished_before_an_interrupt_goes_through(n_proc
 
 
 @pytest.mark.parametrize("n_processes", [0, 2])
+@pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_anywhere_can_be_made_again_and_leaves_the_training(n_processes):
     table = [[4, 7]] * (n_processes or 1)
     seeds = [100 * worker for worker in range(n_processes or 1)]
@@ -303,6 +307,7 @@ def test_a_lease_that_only_the_traceback_of_an_interrupt_holds_is_dropped(no_las
 
 
 @pytest.mark.parametrize("at", range(1, 400, 23))
+@pytest.mark.slow
 def test_a_constructor_that_is_interrupted_anywhere_leaves_no_worker(at, no_last_error):
     gc.collect()
     before = worker_pids()
@@ -340,6 +345,7 @@ def test_reset_drops_what_environments_were_asked_for(n_workers, asked):
 
 
 @pytest.mark.parametrize(("n_workers", "call"), [(0, "step"), (2, "step"), (2, "send")])
+@pytest.mark.slow
 def test_a_cell_of_vector_environments_that_is_interrupted_anywhere_can_be_run_again(n_workers, call):
     def cell():
         envs.reset()

@@ -16,6 +16,8 @@ from processes import LIMIT, Deadline, worker_pids
 
 from rlstructs import ClosedError
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 WIDE = """
 import os, resource, sys
 import torch
@@ -75,6 +77,7 @@ def test_32_descriptors_are_an_error_that_names_the_limit_and_the_need(subproces
     assert "of 32 are left: raise the limit RLIMIT_NOFILE (ulimit -n), or start fewer workers" in done.stdout
 
 
+@pytest.mark.quick
 def test_shared_memory_has_no_name(subprocess_env):
     """Where there is a small /dev/shm it does not lie there."""
     done = run(
@@ -165,6 +168,7 @@ def test_slots_beyond_a_limit_of_the_process_are_refused_before_the_first_write(
     assert lines[1] == "True True"
 
 
+@pytest.mark.slow
 def test_64_workers_on_two_cores():
     before = worker_pids()
     with count_batcher([[3]] * 64, 4, autoreset=True) as batcher:

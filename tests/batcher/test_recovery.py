@@ -157,6 +157,7 @@ def notice_a_hang(made):
     made._engine.pool.restart = patient
 
 
+@pytest.mark.slow
 def test_a_hang_under_spawn_is_mended_too():
     with batcher("hang", n_workers=2, start_method="spawn") as made:
         made.reset()

@@ -296,7 +296,7 @@ def agent():
 
 
 @pytest.fixture
-def start(tmp_path, subprocess_env):
+def start(tmp_path, subprocess_env, quick_programs):
     """`start(*arguments)` runs the installed command, as it were, in a directory that holds `world.py`."""
     (tmp_path / "world.py").write_text(WORLD)
     script = tmp_path / "bin" / "rlstructs"
@@ -322,6 +322,7 @@ def start(tmp_path, subprocess_env):
         process.communicate()
 
 
+@pytest.mark.quick
 def test_modules_of_the_current_directory_give_environments_and_agents(start, tmp_path):
     options = ["--workers", 2, "--envs", 1, "--timesteps", 6, "--steps", 24, "--agent", "world:agent"]
     process = start("collect", "world:Count-v0", *options, "--out", "x.npz")
@@ -407,6 +408,7 @@ def test_ctrl_c_before_the_first_rollout_says_that_there_is_nothing(start, tmp_p
     assert not (tmp_path / "x.npz").exists()
 
 
+@pytest.mark.quick
 def test_help_imports_nothing_heavy(subprocess_env):
     program = """
 import sys

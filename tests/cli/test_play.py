@@ -267,7 +267,7 @@ gymnasium.register("Long-v0", "world:Painted", kwargs={"trainer": None, "length"
 """
 
 
-def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_worker(subprocess_env, tmp_path):
+def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_worker(subprocess_env, quick_programs, tmp_path):
     (tmp_path / "world.py").write_text(WORLD)
     # A test run in the background may have been told to ignore SIGINT, and its children with it.
     program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "

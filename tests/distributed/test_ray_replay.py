@@ -48,6 +48,32 @@ def cluster():
         yield made
 
 
+@pytest.fixture(scope="module")
+def memories(cluster):
+    """Memories that tests share, each with a folder that it was saved to without rows, by their arguments."""
+    found = {}
+    yield found
+    for memory, _ in found.values():
+        memory.close()
+
+
+@pytest.fixture
+def lend(memories, tmp_path_factory):
+    """`with lend(...) as memory` gives one as `replay` makes it: its two processes take seconds to start."""
+
+    @contextlib.contextmanager
+    def lend(**arguments):
+        settings = tuple(arguments.items())
+        if settings not in memories:
+            memories[settings] = replay(**arguments), tmp_path_factory.mktemp("empty")
+            memories[settings][0].save(memories[settings][1])
+        memory, folder = memories[settings]
+        memory.load(folder)
+        yield memory
+
+    return lend
+
+
 def rollout(start=0, environments=range(N_ENVS), n_timesteps=T, lengths=None):
     """Steps `start` to `start + n_timesteps - 1` of environments whose episodes take 7 steps: frame 1000 e + t."""
     environments = torch.tensor(list(environments), dtype=torch.int64)
@@ -76,8 +102,8 @@ def frames_of(batch):
     return batch["obs"][..., 0].long()
 
 
-def test_rows_of_all_shards_are_drawn_alike(cluster):
-    with replay() as memory:
+def test_rows_of_all_shards_are_drawn_alike(lend):
+    with lend() as memory:
         memory.extend(rollout())
         memory.extend(rollout(T, range(3), lengths=[12, 5, 0]))  # of the oldest rows some are overwritten
         batch = memory.sample(4 * 73)
@@ -146,8 +172,8 @@ def test_priorities_count_over_all_shards(cluster):
         assert (memory.sample(10)["weight"] == 1).all()
 
 
-def test_a_new_row_has_the_largest_priority_that_any_shard_was_given(cluster):
-    with replay(alpha=1.0, beta=1.0) as memory:
+def test_a_new_row_has_the_largest_priority_that_any_shard_was_given(lend):
+    with lend(alpha=1.0, beta=1.0) as memory:
         memory.extend(rollout(environments=[0, 1], n_timesteps=4))
         batch = memory.sample(100, ["obs"])
         in_first = batch["index"][frames_of(batch) < 1000][:1]
@@ -160,8 +186,8 @@ def test_a_new_row_has_the_largest_priority_that_any_shard_was_given(cluster):
             memory.update_priorities(batch["index"][:2], torch.tensor([1.0, 1e299], dtype=torch.float64))
 
 
-def test_n_steps_and_sequences_go_on_from_one_rollout_to_the_next(cluster):
-    with replay() as memory:
+def test_n_steps_and_sequences_go_on_from_one_rollout_to_the_next(lend):
+    with lend() as memory:
         memory.extend(rollout(n_timesteps=5))
         memory.extend(rollout(5, n_timesteps=9))
         batch = memory.sample(500, n_step=3, gamma=0.5)
@@ -186,8 +212,8 @@ def test_n_steps_and_sequences_go_on_from_one_rollout_to_the_next(cluster):
 
 
 @pytest.mark.parametrize(("ends", "shares"), [("cross", (15, 7)), ("never", (10, 4))])
-def test_sequences_of_all_shards_are_drawn_alike(cluster, ends, shares):
-    with replay() as memory:
+def test_sequences_of_all_shards_are_drawn_alike(lend, ends, shares):
+    with lend() as memory:
         memory.extend(rollout(lengths=[12, 3, 9, 3, 3]))
         first = memory.sample(60, ["obs"], sequence_length=4, episode_ends=ends)
         assert set((frames_of(first)[:, 0] // 1000).tolist()) == {0, 2}  # in shard 1 there is none
@@ -201,7 +227,7 @@ def test_sequences_of_all_shards_are_drawn_alike(cluster, ends, shares):
             memory.sample(4, sequence_length=18)
 
 
-def test_a_copy_made_before_the_first_rows_knows_of_what_type_they_are(cluster):
+def test_a_copy_made_before_the_first_rows_knows_of_what_type_they_are(lend):
     import ray
 
     @ray.remote(num_cpus=0)
@@ -214,7 +240,7 @@ def test_a_copy_made_before_the_first_rows_knows_of_what_type_they_are(cluster):
             memory.extend(trajectories)
         return len(memory)
 
-    with replay() as memory:
+    with lend() as memory:
         copy = cloudpickle.loads(cloudpickle.dumps(memory))
         trajectories = rollout()
         steps = trajectories.trajectories
@@ -268,7 +294,7 @@ def test_a_trainer_that_only_draws_sees_what_others_add_and_take_away(cluster):
         assert ray.get(trainer.drawn.remote(3)) == {0}
 
 
-def test_a_request_that_does_not_arrive_costs_no_rows(cluster):
+def test_a_request_that_does_not_arrive_costs_no_rows(lend):
     import ray
 
     failures = {"num_failures": 1, "req_failure_prob": 100, "resp_failure_prob": 0, "in_flight_failure_prob": 0}
@@ -282,7 +308,7 @@ def test_a_request_that_does_not_arrive_costs_no_rows(cluster):
             memory.sample(20)
         return len(set(frames_of(memory.sample(20)).tolist()))
 
-    with replay() as memory:
+    with lend() as memory:
         memory.extend(rollout())
         assert ray.get(train.remote(memory), timeout=LIMIT) > 1
         assert len(memory) == N_ENVS * T
@@ -315,8 +341,8 @@ def test_a_shard_that_is_larger_than_the_object_store_outlives_a_save(subprocess
     assert done.stdout.splitlines()[-1] == "160 8 []"
 
 
-def test_what_is_saved_is_gone_on_with(cluster, tmp_path):
-    with replay(alpha=0.6) as memory:
+def test_what_is_saved_is_gone_on_with(lend, tmp_path):
+    with lend(alpha=0.6) as memory:
         memory.extend(rollout())
         batch = memory.sample(30)
         memory.update_priorities(batch["index"], batch["rewards"][:, 0] + 1)
@@ -381,8 +407,8 @@ def write_header(folder, header):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "header", "sum", "other", "outside"])
-def test_a_damaged_folder_changes_nothing(cluster, tmp_path, damage):
-    with replay(alpha=0.6) as memory:
+def test_a_damaged_folder_changes_nothing(lend, tmp_path, damage):
+    with lend(alpha=0.6) as memory:
         memory.extend(rollout())
         memory.save(tmp_path)
         header = json.loads(json.loads((tmp_path / "replay.json").read_text())["header"])

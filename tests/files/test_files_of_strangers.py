@@ -323,6 +323,7 @@ def test_info_counts_episodes_of_environments_of_any_number(tmp_path):
 # --- at random ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_changed_files_of_every_kind_are_refused_or_can_be_used():
     """A few of each; tests/fuzz_files.py says how there are more."""
     names = [part for name in SUBJECTS for part in ("--case", name)]

@@ -346,7 +346,7 @@ with RL_Batcher.make("CartPole-v1", n_envs=2, n_workers=0, n_timesteps=64, seed=
 """
 
 
-def test_a_killed_program_leaves_no_dataset(subprocess_env):
+def test_a_killed_program_leaves_no_dataset(subprocess_env, quick_programs):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED], env=subprocess_env, timeout=LIMIT)
     assert done.returncode == -signal.SIGKILL and minari.list_local_datasets() == {}
 

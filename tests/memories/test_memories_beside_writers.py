@@ -82,6 +82,7 @@ class Memories:
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("form", FILES)
+@pytest.mark.slow
 def test_a_saved_memory_holds_whole_steps(kind, form, tmp_path):
     n_files, capacity, width = FILES[form]
     made = Memories(kind, capacity, width)
@@ -95,6 +96,7 @@ def test_a_saved_memory_holds_whole_steps(kind, form, tmp_path):
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("form", FILES)
+@pytest.mark.slow
 def test_rows_that_a_thread_adds_during_a_load_follow_those_of_the_file(kind, form, tmp_path):
     n_files, capacity, width = FILES[form]
     saved, made = (Memories(kind, capacity, width, "PrioritizedMemory") for _ in range(2))
@@ -233,6 +235,7 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("surface", MAKE)
+@pytest.mark.slow
 def test_a_process_forks_while_a_thread_copies(surface):
     program = FORK_WHILE_COPIED.replace("{}", MAKE[surface], 1)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True,

@@ -317,6 +317,7 @@ def lane_rows(row):
     yield list(row)
 
 
+@pytest.mark.slow
 def test_a_buffer_holds_what_plain_lists_hold():
     case = ChunkMachine.TestCase
     case.settings = SETTINGS

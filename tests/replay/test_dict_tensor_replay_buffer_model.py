@@ -30,6 +30,7 @@ from rlstructs.replay import (
 )
 from rlstructs.replay.torchrl import storages
 
+pytestmark = pytest.mark.slow
 SETTINGS = settings(
     max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), database=None,
     phases=[Phase.generate, Phase.shrink],

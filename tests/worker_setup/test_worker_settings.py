@@ -183,6 +183,9 @@ def make_vector(folder, n_workers, start_method):
 SURFACES = {"RL_Batcher": make_batcher, "SharedVectorEnv": make_vector}
 
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
 def run(program, env, *arguments):
     """Runs a program of its own: settings are those of a whole process."""
     command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
@@ -271,3 +274,15 @@ def test_workers_multiply_as_precisely_as_the_trainer_by_whichever_name(name, su
             assert envs.get_attr("precisions") == (here.precisions(),), (envs.get_attr("precisions"), here.precisions())
     """
     run(program, subprocess_env, name)
+
+
+class Loaded(Count):
+    def __init__(self):
+        super().__init__(3)
+        self.is_loaded = "tensordict" in sys.modules
+
+
+def test_workers_import_no_library_for_what_it_adds_to_the_safe_globals_of_torch():
+    pytest.importorskip("tensordict")
+    with SharedVectorEnv([Loaded], 1) as envs:
+        assert envs.get_attr("is_loaded") == (False,)

@@ -215,6 +215,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_each_record_is_handled_once_and_by_handlers_of_init_worker_too(method, subprocess_env, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), method, str(tmp_path)]

@@ -722,6 +722,7 @@ def test_the_control_groups_quota_of_cores_counts(tmp_path, line, files, unlimit
     assert n_cores_with(unlimited) == min(bound, 2)
 
 
+@pytest.mark.quick
 def test_a_sandbox_without_descriptors_of_processes_is_enough(subprocess_env):
     text = textwrap.dedent("""
         import os

@@ -854,6 +854,7 @@ def test_environments_are_shared_in_order_and_workers_are_as_many_as_cores():
         assert len(set(env.reset()[1]["pid"].tolist())) == min(200, len(os.sched_getaffinity(0)))
 
 
+@pytest.mark.usefixtures("own_preload")
 def test_workers_draw_different_numbers_and_have_no_torch():
     with SharedVectorEnv([Process] * 4, 4) as env:
         infos = env.reset()[1]
@@ -871,6 +872,7 @@ def test_an_entry_point_keeps_its_state_between_the_environments_that_a_worker_m
     assert ends.argmax(axis=0).tolist() == [0, 2]  # the first ends after one step, the third that was made after three
 
 
+@pytest.mark.usefixtures("own_preload")
 @pytest.mark.parametrize("entry_point", [Count, lambda: Count(3)], ids=["class", "lambda"])
 def test_registered_classes_are_imported_by_the_workers_that_make_them(entry_point, monkeypatch):
     spec = gymnasium.envs.registration.EnvSpec("Torch-v0", entry_point, disable_env_checker=True)

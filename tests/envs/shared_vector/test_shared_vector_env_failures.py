@@ -315,6 +315,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize(("ending", "status"), [("idle", 0), ("pending", 0), ("raise", 7), ("kill", -9)])
+@pytest.mark.usefixtures("quick_programs")
 def test_a_program_that_ends_without_closing_leaves_no_process(ending, status, start_method, tmp_path, subprocess_env):
     # A script without a guard, whose classes come back as they are.
     script = tmp_path / "program.py"
