@@ -176,13 +176,14 @@ def test_what_was_not_handed_out_is_not_in_the_memory_and_later_rollouts_follow(
         np.testing.assert_array_equal(one[name], two[name][kept], err_msg=name)
 
 
-def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_program_s(counts):
+def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_program_s(counts, tmp_path):
     memory = memory_of(size=100)
     counts.feed(memory)
     counts.reset()
     counts.execute()
-    with pytest.raises(StateError, match="workers write to this memory: wait for their rollouts"):
-        memory.reset()
+    for call in (memory.reset, lambda: memory.save(tmp_path / "memory.npz")):
+        with pytest.raises(StateError, match="workers write to this memory: wait for their rollouts"):
+            call()
     counts.wait()
     counts.feed(None)
     counts.execute()
