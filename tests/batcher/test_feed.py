@@ -254,6 +254,18 @@ def test_wait_tells_steps_and_environments_that_run_and_episodes_come_as_with_ge
         assert batcher.episodes() == other.episodes()
 
 
+def test_environments_that_have_ended_add_nothing():
+    fed, other = memory_of(size=100), memory_of(size=100)
+    with count_batcher([[3], [20]], T, memory=fed) as batcher:
+        batcher.reset()
+        for _ in range(4):
+            batcher.execute()
+            other.add_trajectories(batcher.get()[0])
+            assert len(fed) == len(other)
+    assert len(fed) == 3 + 20
+    assert_equal(contents(fed._storage), contents(other._storage), {"policy_version"})
+
+
 def test_wait_takes_first_come_first_served_and_ends_late_rollouts_early():
     with count_batcher(LENGTHS, T, autoreset=True, memory=(memory := memory_of())) as batcher:
         batcher.reset()
