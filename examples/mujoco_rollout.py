@@ -9,7 +9,7 @@ to where a rollout keeps them. The transitions are those of gymnasium's `HalfChe
 instead, one environment after another. It prints at the end how many steps were collected in a second, by random
 actions:
 
-    64 HalfCheetahs by mujoco.rollout: 20480 steps, 40000 steps/s
+    128 HalfCheetahs by mujoco.rollout: 81920 steps, 30000 steps/s
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ class FedByWorkers:
         for worker, n in enumerate(n_rollouts):
             n_each = len(self._transport.blocks[worker]) if self._has_one_lane else 1
             reserved[self._lanes_of(worker)] += n * n_timesteps * n_each
-        self._shown[RESERVED] = np.maximum(reserved, self._lost)
+        most = self._shown[HEAD] + self._storage.columns.capacity  # which hides all rows
+        self._shown[RESERVED] = np.minimum(np.maximum(reserved, self._lost), most)
 
 
 class FedHere:

@@ -89,8 +89,7 @@ class Storage(CopiedWhole):
 
     def _map(self) -> None:
         live = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
-        counters = live if self._shown is None else self._shown
-        self.columns.ring = self.ring = Ring(counters, self.columns.capacity)
+        self.columns.ring = self.ring = Ring(live if self._shown is None else self._shown, self.columns.capacity)
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
 
@@ -156,10 +155,13 @@ class Storage(CopiedWhole):
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
 
-    def _note_change(self) -> None:
-        """Counts a change of rows or counters; raises StateError if they are for others to change."""
+    def check_at_rest(self) -> None:
+        """Raises StateError while workers write."""
         if self._shown is not None:
             raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
+
+    def _note_change(self) -> None:
+        self.check_at_rest()
         self.version += 1
 
     def track_episodes(self) -> Episodes:

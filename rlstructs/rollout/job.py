@@ -161,6 +161,7 @@ class RolloutJob:
             if progress.running.size < slots.n and self.env.defers_resets:
                 progress = self._revive_ended(progress, slots)
             if not progress.running.size:
+                slots.empty()  # of an earlier rollout
                 return self._reply([])
             began = perf_counter()
             progress = self._acquire(number, slots, progress)

@@ -176,13 +176,14 @@ def test_what_was_not_handed_out_is_not_in_the_memory_and_later_rollouts_follow(
         np.testing.assert_array_equal(one[name], two[name][kept], err_msg=name)
 
 
-def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_program_s(counts):
+def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_program_s(counts, tmp_path):
     memory = memory_of(size=100)
     counts.feed(memory)
     counts.reset()
     counts.execute()
-    with pytest.raises(StateError, match="workers write to this memory: wait for their rollouts"):
-        memory.reset()
+    for call in (memory.reset, lambda: memory.save(tmp_path / "memory.npz")):
+        with pytest.raises(StateError, match="workers write to this memory: wait for their rollouts"):
+            call()
     counts.wait()
     counts.feed(None)
     counts.execute()
@@ -251,6 +252,18 @@ def test_wait_tells_steps_and_environments_that_run_and_episodes_come_as_with_ge
             each.execute()
         assert batcher.wait() == (2 * 3, 0) and other.get()[1] == 0
         assert batcher.episodes() == other.episodes()
+
+
+def test_environments_that_have_ended_add_nothing():
+    fed, other = memory_of(size=100), memory_of(size=100)
+    with count_batcher([[3], [20]], T, memory=fed) as batcher:
+        batcher.reset()
+        for _ in range(4):
+            batcher.execute()
+            other.add_trajectories(batcher.get()[0])
+            assert len(fed) == len(other)
+    assert len(fed) == 3 + 20
+    assert_equal(contents(fed._storage), contents(other._storage), {"policy_version"})
 
 
 def test_wait_takes_first_come_first_served_and_ends_late_rollouts_early():

@@ -519,3 +519,27 @@ def test_it_takes_what_a_batcher_gives(cluster):
         assert np.isin(batch["observations"][:, 0].numpy(), steps["observation/frame"][..., 0].numpy()).all()
         names = {"observations", "next_observations", "actions", "rewards", "terminated", "truncated"}
         assert names <= set(batch.keys())
+
+
+def test_a_batcher_over_ray_feeds_it_and_any_other_memory(cluster):
+    import gymnasium
+
+    from rlstructs import GymEnvInf, RandomAgent, RayBatcher
+    from rlstructs.memories.torch import RandomMemory
+
+    with RayBatcher(
+        16, lambda: RandomAgent(gymnasium.spaces.Discrete(2)), {},
+        lambda seed: GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(3)], seed), {}, n_processes=1, seeds=0,
+    ) as batcher, RayReplay(100, 3, seed=0) as memory:  # fmt: skip
+        here = RandomMemory(100, 3, device="cpu", seed=0)
+        batcher.feed(memory)
+        batcher.reset()
+        for fed, n_rows in ((memory, 2 * 3 * 16), (here, 3 * 16)):
+            batcher.feed(fed)
+            for _ in range(n_rows // (3 * 16)):
+                batcher.execute()
+                assert batcher.wait() == (3 * 16, 3)
+            assert len(fed) == n_rows
+        assert len(memory) == 2 * 3 * 16 and here.get_tensor_names()[-1] == "truncated"
+        with pytest.raises(SpecError, match="this memory was made with names="):
+            memory.add_trajectories(rollout(), {"obs": "observation/frame"})
