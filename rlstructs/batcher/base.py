@@ -7,26 +7,20 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rlstructs.batcher import exact_format, state_dict
-from rlstructs.batcher.arguments import check_info, seeds_of, warn_of_overlap
+from rlstructs.batcher import saving
+from rlstructs.batcher.arguments import check_info
 from rlstructs.batcher.delivery import Delivery
 from rlstructs.batcher.engine import Engine
-from rlstructs.batcher.evaluation import check_evaluation, evaluate
-from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
+from rlstructs.batcher.evaluation import evaluate
 from rlstructs.batcher.feeding import feed_memory, stop_feeding
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.checks import check_count
-from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.interrupts import defer_first_interrupt
 
 logger = logging.getLogger("rlstructs")
 
 B = TypeVar("B", bound="BatcherBase")
-
-# The phases in which an exact state can be taken.
-EXACT_PHASES = Phase.NEW, Phase.READY, Phase.RUNNING, Phase.LEASED, Phase.ENDED
 
 
 class BatcherBase:
@@ -86,7 +80,7 @@ class BatcherBase:
             stop_feeding(self._life)
         else:
             fed = feed_memory(self._engine, self._life, memory, names, self._run_ahead)
-        with self._life.note_failures("feed", self._is_halfway):
+        with self._life.note_failures("feed", self._engine.is_halfway):
             self._engine.feed(fed)
 
     def evaluate(
@@ -120,14 +114,7 @@ class BatcherBase:
         check_count("n_episodes", n_episodes, 1)
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-        check_evaluation(self._engine)
-        seeds = seeds_of(seed, len(self._engine.settings.seeds), "seed")
-        warn_of_overlap(seeds, self._engine.n_envs, 3)
-        with self._life.note_failures("evaluate", self._is_halfway):
-            found = evaluate(self._engine, n_episodes, seeds, agent_info)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return evaluate(self._engine, self._life, n_episodes, seed, agent_info)
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.
@@ -214,22 +201,7 @@ class BatcherBase:
             StateError: `exact`: a `reset` or a rollout was interrupted: call what the message says first.
             WorkerError, Exception: `exact`: what `get` would raise.
         """
-        self._life.check_open("state_dict")
-        if exact not in (False, True, "best"):
-            raise SpecError(f"state_dict: exact must be False, True or 'best', got {exact!r}")
-        if exact is False:
-            return state_dict.make_state(self._engine)
-        self._life.check("state_dict", *EXACT_PHASES)
-        self._delivery.check_handed_out("state_dict")
-        return self._make_exact_state(exact == "best")
-
-    def _make_exact_state(self, best: bool) -> dict[str, Any]:
-        with self._life.note_failures("state_dict", self._is_halfway):
-            found = take_engine_state(self._engine, best)
-        if isinstance(found, Exception):
-            raise found
-        exact = exact_format.pack(self._engine, found, self._delivery.find_phase())
-        return state_dict.add_exact(state_dict.make_state(self._engine), exact)
+        return saving.make_state(self._engine, self._life, self._delivery, exact)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`.
@@ -253,21 +225,7 @@ class BatcherBase:
             StateError: a rollout is under way, or leased.
             Exception: what an environment or agent raised.
         """
-        self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
-        state_dict.check(state, self.state_dict())
-        if "exact" in state:
-            self._load_exact(state["exact"])
-            return
-        statistics = state_dict.unpack_statistics(state["statistics"])
-        with defer_first_interrupt(), self._life.note_failures("load_state_dict"):
-            self._engine.load(state, statistics)
-            self._life.phase = Phase.NEW
-
-    def _load_exact(self, exact: dict[str, Any]) -> None:
-        found, phase = exact_format.unpack(self._engine, exact)
-        with defer_first_interrupt(), self._life.note_failures("load_state_dict"):
-            load_engine_state(self._engine, found)
-            self._life.phase = phase
+        saving.load_state(self._engine, self._life, state)
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.
@@ -301,7 +259,3 @@ class BatcherBase:
         if error is not None and not self._life.is_closed:
             self._life.fail(error, "the program failed before")
         self.close()
-
-    def _is_halfway(self) -> bool:
-        """Whether an interrupt may have come after only some workers were asked."""
-        return self._engine.supervisor.is_halfway

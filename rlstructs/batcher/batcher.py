@@ -167,19 +167,12 @@ class RL_Batcher(BatcherBase):
 
     @classmethod
     def make(
-        cls,
-        env: str | Callable[..., Any] | EnvSpec,
-        agent: RL_Agent | torch.nn.Module | Callable[..., Any] | None = None,
-        *,
-        n_envs: int = 8,
-        n_workers: int | None = None,
-        n_timesteps: int = 128,
-        seed: int | None = None,
-        env_args: Mapping[str, Any] | None = None,
-        device: torch.device | str = "cpu",
-        episode_seeds: bool = False,
+        cls, env: str | Callable[..., Any] | EnvSpec,
+        agent: RL_Agent | torch.nn.Module | Callable[..., Any] | None = None, *, n_envs: int = 8,
+        n_workers: int | None = None, n_timesteps: int = 128, seed: int | None = None,
+        env_args: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", episode_seeds: bool = False,
         **settings: Any,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Makes a batcher of environments that start new episodes by themselves: the short form of the constructor.
 
         Args:
@@ -252,7 +245,7 @@ class RL_Batcher(BatcherBase):
         infos = {"agent_info": agent_info, "env_info": env_info}
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
-        with self._life.note_failures("reset", self._is_halfway):
+        with self._life.note_failures("reset", self._engine.is_halfway):
             self._engine.supervisor.settle()
             self._life.phase = Phase.INTERRUPTED  # until the reset is done
             self._delivery.forget()
@@ -280,7 +273,7 @@ class RL_Batcher(BatcherBase):
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         with self._life.note_failures():
             self._engine.supervisor.replace_gone()
-        with defer_first_interrupt(), self._life.note_failures("execute", self._is_halfway):
+        with defer_first_interrupt(), self._life.note_failures("execute", self._engine.is_halfway):
             self._life.phase = Phase.INTERRUPTED  # until the rollout is started
             self._engine.begin_rollouts(agent_info)
             self._life.phase = Phase.RUNNING
@@ -389,7 +382,7 @@ class RL_Batcher(BatcherBase):
         ahead = (Phase.RUNNING,) if self._run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, Phase.INTERRUPTED, *ahead)
         packed = self._engine.outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
-        with self._life.note_failures("update", self._is_halfway):
+        with self._life.note_failures("update", self._engine.is_halfway):
             self._engine.update(packed)
 
     def _start_engine(self, settings: JobSettings, run: RunSettings) -> Engine:

@@ -123,6 +123,10 @@ class Engine:
         """The number of updates so far."""
         return self.version_before + self.outbox.version
 
+    def is_halfway(self) -> bool:
+        """Whether an interrupt may have come after only some workers were asked."""
+        return self.supervisor.is_halfway
+
     def reset(self, infos: Mapping[str, DictTensor]) -> None:
         """Starts an episode in every environment; `infos` are `agent_info` and `env_info`."""
         self.transport.set_infos(infos)

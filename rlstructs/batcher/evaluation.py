@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from rlstructs.batcher.arguments import seeds_of, warn_of_overlap
 from rlstructs.batcher.engine import Engine
+from rlstructs.batcher.lifecycle import Lifecycle
 from rlstructs.batcher.supervisor import MAX_ATTEMPTS, Supervisor
 from rlstructs.errors import SpecError
 from rlstructs.rollout.evaluation import quotas
@@ -13,7 +15,21 @@ from rlstructs.structures.dict_tensor import DictTensor
 from workers.errors import is_gone
 
 
-def check_evaluation(engine: Engine) -> None:
+def evaluate(
+    engine: Engine, life: Lifecycle, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None
+) -> DictTensor:
+    """Does what `RL_Batcher.evaluate` does, with arguments that were checked."""
+    _check_keys(engine)
+    seeds = seeds_of(seed, len(engine.settings.seeds), "seed")
+    warn_of_overlap(seeds, engine.n_envs, 4)
+    with life.note_failures("evaluate", engine.is_halfway):
+        found = _play(engine, n_episodes, seeds, agent_info)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _check_keys(engine: Engine) -> None:
     """Raises SpecError unless environments say how long and how good their episodes are."""
     for key in ("reward", "done"):
         spec = engine.transport.layout.observation.get(key)
@@ -21,7 +37,7 @@ def check_evaluation(engine: Engine) -> None:
             raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
 
 
-def evaluate(
+def _play(
     engine: Engine, n_episodes: int, seeds: Sequence[int], agent_info: DictTensor | None
 ) -> DictTensor | Exception:
     """Plays episodes in environments of their own, without a pause.

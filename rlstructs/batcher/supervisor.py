@@ -381,8 +381,7 @@ class Supervisor:
             for index in indexes:
                 self.records[index].begin_successor()
             self._replaced |= set(indexes)
-        requests = self.pool.restart({index: self._make_successor_arguments(index) for index in indexes})
-        self.pool.settle(requests)
+        self.pool.settle(requests := self.pool.restart({k: self._make_successor_arguments(k) for k in indexes}))
         self.on_restart(indexes)
         failures = find_failures(requests)
         for method, arguments in self._lasting.items():

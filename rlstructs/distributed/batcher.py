@@ -163,10 +163,7 @@ class RayBatcher(RL_Batcher):
             index), `node_id` and `address` (Ray's, of the machine), `pid` (of the actor), `state` ("idle", "busy" or
             "gone") and `workers` (their indexes). `arena_bytes`: the object store that rollouts take.
         """
-        return {**super().stats(), "nodes": [
-            {"node": node.index, "node_id": node.node_id, "address": node.address, "pid": node.pid, "state": node.state,
-             "workers": list(node.workers)} for node in self._nodes.nodes
-        ]}  # fmt: skip
+        return {**super().stats(), "nodes": [node.describe() for node in self._nodes.nodes]}
 
     def _start_engine(self, settings: JobSettings, run: RunSettings) -> Engine:
         cluster.connect(self._address)

@@ -92,6 +92,17 @@ class Node:
     is_late: bool = False
     has_answered: bool = False
 
+    def describe(self) -> dict[str, Any]:
+        """Its row in `RayBatcher.stats`."""
+        return {
+            "node": self.index,
+            "node_id": self.node_id,
+            "address": self.address,
+            "pid": self.pid,
+            "state": self.state,
+            "workers": list(self.workers),
+        }
+
     def is_overdue(self) -> bool:
         """Whether the time for its next reply is over."""
         limit = self.requests[0].limit if self.requests else None

@@ -76,9 +76,9 @@ class RandomMemory(memory.Memory):
             mini_batches: number of parts; they hold whole sequences and are of nearly equal size.
             sequence_length: consecutive rows of one environment, adjacent in the result; a sequence
                 never continues from the newest row to the oldest.
-            n_step: `rewards` become the discounted sum of n rewards, up to the end of the episode or the
-                newest row; `next_*`, `terminated` and `truncated` come from the last of these steps.
-                `get_sampling_discounts` returns gamma to the number of steps.
+            n_step: `rewards` become the discounted sum of n rewards, up to the end of the episode or the newest row;
+                `next_*`, `terminated` and `truncated` come from the last of these steps. `get_sampling_discounts`
+                returns gamma to the number of steps.
             gamma: the discount per step.
             episode_ends: whether sequences "cross" the ends of episodes, are masked after them ("mask", see
                 `get_sampling_mask`), or "never" contain one.

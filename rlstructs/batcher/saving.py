@@ -1,0 +1,50 @@
+"""Makes the states of a batcher, and brings it to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlstructs.batcher import exact_format, state_dict
+from rlstructs.batcher.delivery import Delivery
+from rlstructs.batcher.engine import Engine
+from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
+from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.errors import SpecError
+from workers.interrupts import defer_first_interrupt
+
+# The phases in which an exact state can be taken.
+EXACT_PHASES = Phase.NEW, Phase.READY, Phase.RUNNING, Phase.LEASED, Phase.ENDED
+
+
+def make_state(engine: Engine, life: Lifecycle, delivery: Delivery, exact: bool | str) -> dict[str, Any]:
+    """Makes what `RL_Batcher.state_dict` returns."""
+    life.check_open("state_dict")
+    if exact not in (False, True, "best"):
+        raise SpecError(f"state_dict: exact must be False, True or 'best', got {exact!r}")
+    if exact is False:
+        return state_dict.make_state(engine)
+    life.check("state_dict", *EXACT_PHASES)
+    delivery.check_handed_out("state_dict")
+    with life.note_failures("state_dict", engine.is_halfway):
+        found = take_engine_state(engine, exact == "best")
+    if isinstance(found, Exception):
+        raise found
+    return state_dict.add_exact(
+        state_dict.make_state(engine), exact_format.pack(engine, found, delivery.find_phase())
+    )
+
+
+def load_state(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> None:
+    """Does what `RL_Batcher.load_state_dict` does."""
+    life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
+    state_dict.check(state, state_dict.make_state(engine))
+    if "exact" in state:
+        found, phase = exact_format.unpack(engine, state["exact"])
+        with defer_first_interrupt(), life.note_failures("load_state_dict"):
+            load_engine_state(engine, found)
+            life.phase = phase
+        return
+    statistics = state_dict.unpack_statistics(state["statistics"])
+    with defer_first_interrupt(), life.note_failures("load_state_dict"):
+        engine.load(state, statistics)
+        life.phase = Phase.NEW
