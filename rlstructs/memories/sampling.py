@@ -74,8 +74,7 @@ class RandomMemory(memory.Memory):
             names: names of tensors; unknown ones give None.
             batch_size: number of rows or sequences; without replacement there may be fewer.
             mini_batches: number of parts; they hold whole sequences and are of nearly equal size.
-            sequence_length: consecutive rows of one environment, adjacent in the result; a sequence
-                never continues from the newest row to the oldest.
+            sequence_length: consecutive rows of one environment, adjacent in the result, none after the newest.
             n_step: `rewards` become the discounted sum of n rewards, up to the end of the episode or the newest row;
                 `next_*`, `terminated` and `truncated` come from the last of these steps. `get_sampling_discounts`
                 returns gamma to the number of steps.
