@@ -56,7 +56,7 @@ def unpack(engine: Engine, state: Any) -> tuple[EngineState, Phase]:
     Raises:
         SpecError: it is damaged, or of another batcher; the message says what differs.
     """
-    if not isinstance(state, dict) or state.keys() != KEYS or state["phase"] not in PHASES:
+    if not isinstance(state, dict) or state.keys() != KEYS or not isinstance(state["settings"], dict):
         raise SpecError(f"load_state_dict: the exact part must be a dict with {sorted(KEYS)}, as state_dict made it")
     for name, own in _list_settings(engine).items():
         if state["settings"].get(name) != own:
@@ -67,9 +67,10 @@ def unpack(engine: Engine, state: Any) -> tuple[EngineState, Phase]:
     try:
         trainer: TrainerState = loads(Pickled.of_tensors(state["trainer"]))
         jobs = [engine.supervisor.job_state_class.of_dict(job) for job in state["jobs"]]
+        phase = PHASES[state["phase"]]
     except Exception as error:
         raise SpecError(f"load_state_dict: the exact part cannot be read: {type(error).__name__}: {error}") from error
-    return EngineState(trainer, jobs), PHASES[state["phase"]]
+    return EngineState(trainer, jobs), phase
 
 
 def _list_settings(engine: Engine) -> dict[str, Any]:

@@ -242,7 +242,7 @@ class GymEnv(RowDefaults):
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
         if episode is not None:
-            episode.last = self._copy(observation), None
+            episode.last = copy.deepcopy(observation), None
             self._episodes[k] = episode
         return observation
 
@@ -251,7 +251,7 @@ class GymEnv(RowDefaults):
         episode = self._episodes[k]
         assert episode is not None
         episode.actions.append(action)
-        episode.last = self._copy(frame), copy_value(reward)
+        episode.last = copy.deepcopy(frame), copy.deepcopy(reward)
 
     def _copy(self, observation: Any) -> Any:
         """Copies the entries of the space: the environment may write into the observation again."""

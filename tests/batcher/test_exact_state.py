@@ -89,8 +89,9 @@ def go_on(batcher, n=4):
     return found, batcher.episodes(), metrics, moments, workers, batcher.policy_version
 
 
-@pytest.mark.parametrize(("n_processes", "run_ahead"), [(0, 0), (0, 1), (2, 0), (2, 1)])
-@pytest.mark.parametrize("is_under_way", [False, True])
+@pytest.mark.parametrize(
+    ("n_processes", "run_ahead", "is_under_way"), [(0, 0, False), (0, 1, True), (2, 0, True), (2, 1, False)]
+)
 def test_another_batcher_goes_on_bit_for_bit(n_processes, run_ahead, is_under_way):
     with made(n_processes, run_ahead) as batcher:
         batcher.update(1.0)
@@ -336,13 +337,13 @@ def test_environments_that_cannot_be_pickled(name):
 
 
 def test_an_environment_that_no_method_fits_is_named():
-    arguments = {"n_processes": 2, "create_env": create_of, "env_args": {"env": Locked}, "n_timesteps": 10}
+    arguments = {"n_processes": 0, "create_env": create_of, "env_args": {"env": Locked}, "n_timesteps": 10}
     with made(**arguments) as batcher:
         batcher.reset()
         rollout(batcher)
         with pytest.raises(SpecError, match=r"environment 0 \(Locked\) cannot be brought back: pickle: .*_thread.lock"):
             batcher.state_dict(exact=True)
-        with pytest.warns(UserWarning, match="all environments of worker [01] begin new episodes"):
+        with pytest.warns(UserWarning, match="all environments of worker 0 begin new episodes"):
             state = through_file(batcher.state_dict(exact="best"))
         rollout(batcher)
     assert {each["method"] for each in state["exact"]["environments"]} == {"new episode"}

@@ -32,7 +32,7 @@ class CopyError(RLError):
     """
 
     def __init__(self, reasons: dict[int, str]) -> None:
-        super().__init__(str(reasons))
+        super().__init__("; ".join(f"environment {k} cannot be brought back: {why}" for k, why in reasons.items()))
         self.reasons = reasons
 
 
