@@ -5,7 +5,8 @@
 Every row is one training by the package that it is named after, with that package's defaults where it has some, on 16
 environments. Its contenders differ in how the environments are run, and nothing else: the package's own ways, and ours.
 They take turns, `--repeats` times over, each with new environments and a new model; the table shows medians of steps
-per second, start and end not counted. A row whose package is not installed is left out.
+per second, start and end not counted. The last line of a row is what the learner allows: how much faster the training
+on the package's processes would be if their steps took no time. A row whose package is not installed is left out.
 """
 
 from __future__ import annotations
@@ -240,22 +241,40 @@ ROWS = [
 ]
 
 
-def measure(row: Row, repeats: int, steps: int) -> dict[str, float]:
-    """Medians of steps/s, every contender in turn."""
+def time_steps(envs: Any) -> list[float]:
+    """A list whose only number is how many seconds the steps of these environments have taken, from now on."""
+    spent, step = [0.0], envs.step
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = step(*arguments)
+        spent[0] += time.perf_counter() - start
+        return result
+
+    envs.step = timed
+    return spent
+
+
+def measure(row: Row, repeats: int, steps: int) -> tuple[dict[str, float], float]:
+    """Medians of steps/s, every contender in turn; and what share of the time the package's processes take."""
     speeds: dict[str, list[float]] = {}
+    shares = []
     with contextlib.closing(row.envs["here"]()) as envs:
         row.train(envs, 2048)  # imports what the package imports when it trains
     for _ in range(repeats):
         for name, make in row.envs.items():
             torch.manual_seed(0)
             with contextlib.closing(make()) as envs:
-                start = time.perf_counter()
+                spent, start = time_steps(envs), time.perf_counter()
                 row.train(envs, steps)
-                speeds.setdefault(name, []).append(steps / (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in speeds.items()}
+                seconds = time.perf_counter() - start
+                speeds.setdefault(name, []).append(steps / seconds)
+                if name == "processes":
+                    shares.append(spent[0] / seconds)
+    return {name: statistics.median(values) for name, values in speeds.items()}, statistics.median(shares)
 
 
-def show(row: Row, speeds: dict[str, float]) -> None:
+def show(row: Row, speeds: dict[str, float], share: float) -> None:
     """One row of the table, and what must hold on it."""
     print(f"{row.name:20} " + " | ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()))
     best = max(speed for name, speed in speeds.items() if name.startswith("rlstructs"))
@@ -265,6 +284,7 @@ def show(row: Row, speeds: dict[str, float]) -> None:
         ("the fastest of its own", best / fastest, MUST_OF_FASTEST),
     ):
         print(f"{'':20} {ratio:.2f} of {what}, must {must}: {'ok' if ratio >= must else 'TOO SLOW'}", flush=True)
+    print(f"{'':20} {1 / (1 - share):.2f} of its processes if steps took no time at all", flush=True)
 
 
 def main() -> None:
@@ -278,7 +298,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {N_WORKERS} workers, {N_ENVS} environments; steps/s")
     for row in ROWS:
         if row.name in arguments.rows and all(importlib.util.find_spec(module) for module in row.modules):
-            show(row, measure(row, arguments.repeats, arguments.steps))
+            show(row, *measure(row, arguments.repeats, arguments.steps))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@
 Three agents are to cover three landmarks without collisions. Each agent of each environment has a slot of its own;
 `info/agent_index` in its observations says which agent it is, and `--policies each` chooses the network by it. Agents
 that leave before others have shorter slots, which the mask says. It shows a progress bar, and prints at the end the
-mean return of an agent in `--n-eval` episodes in which policies take their most likely action.
+mean return of an agent in `--n-eval` episodes in which policies take their most likely action, and how fast the
+training was:
+
+    simple_spread_v3: score -18.3, 400800 steps, 1439 steps/s
 
 `--env-id` may be another module of mpe2 whose agents have equal spaces. Needs `rlstructs[pettingzoo]` and `mpe2`.
 `--track tensorboard:runs/multi_agent`, `wandb:PROJECT` or `trackio:PROJECT` keeps metrics there.
