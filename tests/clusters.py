@@ -13,6 +13,7 @@ import psutil
 import torch
 from folders import PYTHONPATH
 from helpers import Count, create_gym
+from processes import command_of, worker_pids
 
 from rlstructs import DictTensor, GymEnvInf, NormalizeObservation, NormalizeReward, RL_Agent
 
@@ -28,7 +29,7 @@ def ray_cluster(n_nodes, store=STORE):
     import ray
     from ray.cluster_utils import Cluster
 
-    before, handler = set(psutil.Process().children(recursive=True)), signal.getsignal(signal.SIGTERM)
+    before, handler = worker_pids(), signal.getsignal(signal.SIGTERM)
     kept = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
@@ -49,9 +50,11 @@ def ray_cluster(n_nodes, store=STORE):
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        for process in set(psutil.Process().children(recursive=True)) - before:
+        # Without the fork server and the resource tracker of the tests, whose import path names a folder of Ray.
+        for pid in worker_pids() - before:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "ray" in " ".join(process.cmdline()):
+                process = psutil.Process(pid)
+                if "ray" in command_of(process):
                     process.kill()
 
 

@@ -18,8 +18,8 @@ import pytest
 SLOW_FIXTURES = {"cluster", "subprocess_env"}
 # Files that take long, the longest first. A worker that gets one of them last would work on it alone.
 LONG_FILES = (
-    "distributed/test_distributed.py", "distributed/test_ray_replay.py", "test_fork.py", "test_docs.py", "test_soak.py",
-    "test_examples.py", "batcher/test_failures.py", "batcher/test_limits.py",
+    "distributed/test_distributed.py", "distributed/test_ray_replay.py", "test_docs.py", "test_examples.py",
+    "test_fork.py", "test_soak.py", "batcher/test_failures.py", "batcher/test_interrupted_cells.py",
 )  # fmt: skip
 
 

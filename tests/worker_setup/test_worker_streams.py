@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import IS_FORK
 from gymnasium import spaces
 from helpers import Count
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv, SpecError, WorkerCrashed
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
+
+IS_FORK = "TEST_FORK" in os.environ  # of conftest.py, which workers need not import
 
 
 class Draws(Count):
