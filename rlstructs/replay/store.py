@@ -76,6 +76,8 @@ class Storage(CopiedWhole):
         self._span: Span | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
+        # Incremented by every change of rows that are there; those that are appended raise the counters.
+        self.rewrites = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
         renew_lock_after_fork(self)
@@ -85,6 +87,11 @@ class Storage(CopiedWhole):
         self.columns.ring = self.ring = Ring(counters, self.columns.capacity)
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
+
+    def note_rewrite(self) -> None:
+        """Notes that rows that are there change: a checkpoint then looks at all of them."""
+        self.version += 1
+        self.rewrites += 1
 
     def __len__(self) -> int:
         return len(self.ring)
@@ -105,7 +112,7 @@ class Storage(CopiedWhole):
         """
         linked = linked or {}
         with self.lock:
-            self.version += 1
+            self.note_rewrite()
             self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
             for name in specs:
                 if name in linked:
@@ -121,14 +128,14 @@ class Storage(CopiedWhole):
         if not self.is_private:
             raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
         with self.lock:
-            self.version += 1
+            self.note_rewrite()
             self.columns.exchange(made, gone)
             self.poison(made)
 
     def take_columns(self, columns: Columns) -> Columns:
         """Replaces the columns by others of the same size and order; returns the old ones."""
         with self.lock:
-            self.version += 1
+            self.note_rewrite()
             columns.ring = self.ring
             before, self.columns = self.columns, columns
             return before
@@ -141,7 +148,7 @@ class Storage(CopiedWhole):
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
         """
         with self.lock:
-            self.version += 1
+            self.note_rewrite()
             self.ring.counters[...] = counters
             if episodes is not None:
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
@@ -259,7 +266,7 @@ class Storage(CopiedWhole):
         """
         values = self.columns.check(name, values, rows.shape)
         with self.lock:
-            self.version += 1
+            self.note_rewrite()
             self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
@@ -275,7 +282,7 @@ class Storage(CopiedWhole):
         if capacity < self.columns.capacity and len(self):
             raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
         with self.lock:
-            self.version += 1
+            self.note_rewrite()
             self.columns.resize(capacity)
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)
