@@ -275,7 +275,9 @@ def replay_agent(
     if not outputs:
         return TemporalDictTensor({}, lengths)
     # Stacked once, because writing steps into a zero tensor would make backward super-linear in T.
-    stacked = {key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]}
+    stacked = {
+        key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]
+    }
     return TemporalDictTensor(stacked, lengths)
 
 

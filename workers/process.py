@@ -56,7 +56,10 @@ class WorkerProcess:
                     preload,
                     timeout,
                     target=loop.run,
-                    args=(index, workers_end, shared, log, _open_own_pidfd(), start.dies_with_parent(start_method)),
+                    args=(
+                        index, workers_end, shared, log, _open_own_pidfd(), start.dies_with_parent(start_method),
+                        os.getpid(),
+                    ),  # fmt: skip
                     name=f"{name}-{index}",
                     daemon=False,  # an environment may start processes of its own
                 )

@@ -69,7 +69,9 @@ class BatcherBase:
         with self._life.note_failures("feed", self._is_halfway):
             self._engine.feed(feed)
 
-    def evaluate(self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None) -> DictTensor:
+    def evaluate(
+        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
+    ) -> DictTensor:
         """Plays episodes with copies of the agents as they are now, in environments made for the evaluation.
 
         Environments, agents and random streams of the training stay as they are, even if the evaluation fails or is

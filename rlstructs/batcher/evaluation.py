@@ -55,7 +55,9 @@ def _finish(rounds: Generator[None, None, list[dict[str, Any]] | Exception]) -> 
             return found
 
 
-def run_evaluation(supervisor: Supervisor, *arguments: Any) -> Generator[None, None, list[dict[str, Any]] | Exception]:
+def run_evaluation(
+    supervisor: Supervisor, *arguments: Any
+) -> Generator[None, None, list[dict[str, Any]] | Exception]:
     """Plays the episodes of an evaluation, with a pause after each rollout.
 
     A successor begins its worker's episodes anew, unless the worker has failed so often that it always would.

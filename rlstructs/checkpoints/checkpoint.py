@@ -39,8 +39,9 @@ class Checkpoint:
         optimizer: the same, for optimizers, schedulers or a gradient scaler.
         rng: whether the states of the global random generators of torch, numpy and Python belong to it.
         extra: what else the training has to remember: a dict, whose values are saved as they are then, and put back
-            into this same dict; or an object with `state_dict` and `load_state_dict`. Values of a dict are such objects,
-            tensors, arrays, numbers, texts, or dicts, lists and tuples of these. A key of `jax.random` belongs here.
+            into this same dict; or an object with `state_dict` and `load_state_dict`. Values of a dict are such
+            objects, tensors, arrays, numbers, texts, or dicts, lists and tuples of these. A key of `jax.random`
+            belongs here.
         keep: how many checkpoints remain, the newest ones.
         exact: True, "best" or False; see `RL_Batcher.state_dict`.
 
@@ -203,8 +204,8 @@ class Checkpoint:
         sent to all processes, as Slurm does.
 
         Args:
-            deadline: seconds from the signal to the end of the program; one that has not ended by then is ended with the
-                code 128 + the number of the signal, and the last checkpoint remains. Kubernetes and Slurm kill it
+            deadline: seconds from the signal to the end of the program; one that has not ended by then is ended with
+                the code 128 + the number of the signal, and the last checkpoint remains. Kubernetes and Slurm kill it
                 after 30 s, unless they are told otherwise. None for no deadline.
             signals: the signals.
 

@@ -1,4 +1,4 @@
-"""Memories as parts of a checkpoint: folders of arrays, of which long ones are cut into files that checkpoints share."""
+"""Memories as parts of a checkpoint: folders of arrays, whose long ones are cut into files that checkpoints share."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class ExtraPart(TreePart):
 
         def restore() -> None:
             for key, value in tree.items():
-                own = self._values.get(key)
+                own: Any = self._values.get(key)
                 if is_stateful(own):
                     own.load_state_dict(value)
                 else:

@@ -28,11 +28,11 @@ class Preemption:
         self._has_ended: _thread.LockType | None = None  # held from the signal on, until the program goes on
 
     @contextlib.contextmanager
-    def handle(self, deadline: float, signals: Sequence[int]) -> Iterator[None]:
+    def handle(self, deadline: float | None, signals: Sequence[int]) -> Iterator[None]:
         """Notes signals during a block; the earlier handlers are back after it.
 
         Args:
-            deadline: seconds from the first signal to the end of the program; then it is ended.
+            deadline: seconds from the first signal to the end of the program; then it is ended. None for no deadline.
             signals: the signals.
 
         Raises:

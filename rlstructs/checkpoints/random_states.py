@@ -15,9 +15,10 @@ logger = logging.getLogger("rlstructs")
 
 def collect_states() -> dict[str, Any]:
     """The states, for `plan_states`; those of GPUs only if the program uses them."""
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state_all() if uses_cuda else [],
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
     }

@@ -1,8 +1,8 @@
 """`PartsLease`: a rollout that stays in the object store until it is released.
 
-with batcher.lease() as (parts, n_running):
-    for part in parts:
-        frames = part["observation/frame"]  # numpy, read-only
+    with batcher.lease() as (parts, n_running):
+        for part in parts:
+            frames = part["observation/frame"]  # numpy, read-only
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class NodePool:
 
     @property
     def states(self) -> list[str]:
-        """ "idle", "busy" or "gone", for each node."""
+        """"idle", "busy" or "gone", for each node."""
         return [node.state for node in self.nodes]
 
     @property

@@ -1,11 +1,11 @@
 """`RayReplay`: a replay memory that is spread over the machines of a cluster.
 
-trainers                                     shard s: an actor of Ray
---------                                     ------------------------
-extend()             ── object store ─────>  appends the steps of its environments
-sample()             ── how many rows ────>  draws them
-                     <── object store ─────  rows, their priorities, and sums over all of its rows
-update_priorities()  ── object store ─────>  sets those of its rows
+    trainers                                     shard s: an actor of Ray
+    --------                                     ------------------------
+    extend()             ── object store ─────>  appends the steps of its environments
+    sample()             ── how many rows ────>  draws them
+                         <── object store ─────  rows, their priorities, and sums over all of its rows
+    update_priorities()  ── object store ─────>  sets those of its rows
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ class GymEnv(RowDefaults):
         """
         return self.reset_rows(env_info).tensors(), torch.arange(len(self._envs), device="cpu")
 
-    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+    def step(
+        self, action: DictTensor
+    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         """Steps the running environments; see `VecEnv.step`.
 
         Args:

@@ -152,7 +152,9 @@ class NormalizeReward(NormalizingEnv):
         >>> env.close()
     """
 
-    def __init__(self, env: VecEnv, *, gamma: float = 0.99, epsilon: float = 1e-8, clip: float | None = 10.0) -> None:
+    def __init__(
+        self, env: VecEnv, *, gamma: float = 0.99, epsilon: float = 1e-8, clip: float | None = 10.0
+    ) -> None:
         if not 0 <= gamma <= 1:
             raise SpecError(f"gamma must lie in [0, 1], got {gamma}")
         self._gamma = float(gamma)

@@ -259,7 +259,7 @@ class SegmentReader:
         return self.cut[name].dtype, self.cut[name].shape
 
     def verify(self) -> None:
-        """Raises ValueError if a checksum is wrong, FileError or FileNotFoundError if a file is not what it should be."""
+        """Raises ValueError, FileError or FileNotFoundError if a file is damaged, missing or another one."""
         self._whole.verify()
         by_group = itertools.groupby(self.cut.items(), key=lambda item: item[1].group)
         for _, members in by_group:

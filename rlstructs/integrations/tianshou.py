@@ -1,10 +1,10 @@
 """tianshou: its `BaseVectorEnv` over worker processes of several environments each.
 
-from tianshou.data import Collector
-from rlstructs.integrations.tianshou import WorkerVectorEnv
+    from tianshou.data import Collector
+    from rlstructs.integrations.tianshou import WorkerVectorEnv
 
-envs = WorkerVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 16, n_workers=4)
-collector = Collector(policy, envs, buffer)
+    envs = WorkerVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 16, n_workers=4)
+    collector = Collector(policy, envs, buffer)
 """
 
 from __future__ import annotations

@@ -268,7 +268,9 @@ def _nbytes_per_new_row(buffer: Buffer, specs: Mapping[str, Spec], linked: Mappi
     return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not can_link(name, specs))
 
 
-def _inner_restorers(buffer: Buffer, path: Any, arrays: _Arrays, state: Mapping[str, Any]) -> list[Callable[[], None]]:
+def _inner_restorers(
+    buffer: Buffer, path: Any, arrays: _Arrays, state: Mapping[str, Any]
+) -> list[Callable[[], None]]:
     """Checks the inner buffers and returns the functions that restore them."""
     restorers = []
     for key, inner in buffer._inner().items():

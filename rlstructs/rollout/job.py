@@ -198,7 +198,9 @@ class RolloutJob:
             update_agent(self._agent, self._inbox.unpack(packed))
         return self._inbox.held_versions()
 
-    def renew(self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]) -> None:
+    def renew(
+        self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
+    ) -> None:
         """Closes the environments and makes new ones, for the agent as it is.
 
         Args:

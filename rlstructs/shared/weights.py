@@ -115,7 +115,9 @@ class _Unpacker(Unpickler):
                 tensor = _view(self._region, offset, shape, dtype)
             else:
                 tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            self._found[place] = torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)
+            self._found[place] = (
+                torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)
+            )
         return self._found[place]
 
 

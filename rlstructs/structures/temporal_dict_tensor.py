@@ -79,7 +79,9 @@ class TemporalDictTensor(TensorMap):
         if lengths.numel() and not lengths.is_meta:
             low, high = int(lengths.min()), int(lengths.max())
             if low < 0 or high > self.n_timesteps():
-                raise SpecError(f"TemporalDictTensor: lengths must lie in [0, {self.n_timesteps()}], got {low}..{high}")
+                raise SpecError(
+                    f"TemporalDictTensor: lengths must lie in [0, {self.n_timesteps()}], got {low}..{high}"
+                )
 
     def _tree(self) -> dict[str, torch.Tensor]:
         return {**self._tensors, LENGTHS: self.lengths}
@@ -246,7 +248,9 @@ class TemporalDictTensor(TensorMap):
         missing = new_batch_size - self.n_elems()
         if missing < 0:
             raise SpecError(f"expand: has {self.n_elems()} rows, cannot have {new_batch_size}")
-        grown = {key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()}
+        grown = {
+            key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()
+        }
         return self.trusted(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]))
 
     @staticmethod
@@ -321,3 +325,5 @@ def _cat_padded(tensors: list[torch.Tensor]) -> torch.Tensor:
         whole[row : row + tensor.shape[0], : tensor.shape[1]] = tensor
         row += tensor.shape[0]
     return whole
+
+

@@ -126,7 +126,9 @@ def own_state(parts: Assembly, rows: RowIntake) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def own_restorer(parts: Assembly, rows: RowIntake, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
+def own_restorer(
+    parts: Assembly, rows: RowIntake, state: State, arrays: Arrays, claims: Claims
+) -> Callable[[], None]:
     """Checks what `own_state` said, and returns a function that restores it.
 
     Raises:

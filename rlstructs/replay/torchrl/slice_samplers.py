@@ -196,7 +196,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         max_priority_within_buffer: bool = False,
         **slices: Any,
     ) -> None:
-        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+        )
         if "per" in slices:
             raise TypeError("per: priorities say where slices begin")
         SliceSampler.__init__(self, **slices)
