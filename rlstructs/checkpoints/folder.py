@@ -18,8 +18,9 @@ import re
 import shutil
 import socket
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from rlstructs.errors import FileError, StateError
 from rlstructs.files.layout import replace_file
@@ -47,7 +48,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._release: Callable[[], object] | None = None  # the lock
         self._check()
 
     def _check(self) -> None:
@@ -90,10 +91,11 @@ class CheckpointFolder:
         Raises:
             StateError: another one does.
         """
-        if self._lock is not None:
+        if self._release is not None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / LOCK).open("a+")
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        release = weakref.finalize(self, os.close, file)
         deadline = time.monotonic() + LOCK_DELAY
         while True:
             try:
@@ -103,22 +105,20 @@ class CheckpointFolder:
                 if time.monotonic() < deadline:
                     time.sleep(LOCK_POLL)
                     continue
-                file.seek(0)
-                holder = file.read(200).strip() or "another program"
-                file.close()
+                holder = os.read(file, 200).decode(errors="replace").strip() or "another program"
+                release()
                 raise StateError(f"{self.path}: {holder} saves to this folder; give each training its own") from None
             except OSError:  # the file system has no locks
                 break
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        self._lock = file
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._release = release
 
     def unlock(self) -> None:
         """Lets other processes save. Idempotent."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def clean(self) -> None:
         """Deletes what interrupted saves have left."""
