@@ -101,8 +101,13 @@ class Checkpoint:
         step = check_count("step", step, 0)
         if self._folder is None:
             return
-        self._folder.lock()
-        self._check_next(self._folder, step)
+        is_new = self._folder.lock()
+        try:
+            self._check_next(self._folder, step)
+        except BaseException:
+            if is_new:
+                self._folder.unlock()
+            raise
         self._folder.clean()
         new = self._folder.begin(step)
         # Batchers first: what workers collect ahead is then complete, in memories too.

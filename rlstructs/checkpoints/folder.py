@@ -85,14 +85,17 @@ class CheckpointFolder:
         # What an interrupted save has renamed already is newer than the latest.
         return sorted((entry for entry in found if latest and _order(entry) <= _order(latest)), key=_order)
 
-    def lock(self) -> None:
+    def lock(self) -> bool:
         """Keeps other processes from saving to this folder, until `unlock` or the end of this process.
+
+        Returns:
+            False if it did so already.
 
         Raises:
             StateError: another one does.
         """
         if self._release is not None:
-            return
+            return False
         self.path.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         release = weakref.finalize(self, os.close, file)
@@ -113,6 +116,7 @@ class CheckpointFolder:
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._release = release
+        return True
 
     def unlock(self) -> None:
         """Lets other processes save. Idempotent."""
