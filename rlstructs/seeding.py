@@ -20,6 +20,7 @@ from rlstructs.errors import SpecError
 
 # The first element of a spawn key: the purpose of the stream.
 _ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32 = 0, 1, 2, 3, 4
+_EPISODE = 5  # 4 is also that of `worker_setup.streams`
 # Seeds below this fit into int32.
 INT32_LIMIT = 2**31
 
@@ -120,6 +121,11 @@ def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
     return check_seeds("seed", seed, n_envs, "environments")
 
 
+def episode_seed(seed: int, number: int) -> int:
+    """The seed of an environment's episode with this number, below 2**32; `seed` is the environment's."""
+    return _derive_seed(seed, _EPISODE, number)
+
+
 def int32_seed(seed: int) -> int:
     """A seed below 2**31: the given one if it is small enough, otherwise one derived from it.
 
@@ -161,18 +167,18 @@ class PrivateStreams:
     """
 
     def __init__(self) -> None:
-        self._states: Any = _read_streams()
+        self._states: Any = read_streams()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        before, n_threads = _read_streams(), torch.get_num_threads()
-        _restore_streams(self._states)
+        before, n_threads = read_streams(), torch.get_num_threads()
+        restore_streams(self._states)
         torch.set_num_threads(1)
         try:
             yield
         finally:
-            self._states = _read_streams()
-            _restore_streams(before)
+            self._states = read_streams()
+            restore_streams(before)
             torch.set_num_threads(n_threads)
 
 
@@ -180,12 +186,14 @@ def _derive_seed(root: int, *key: int) -> int:
     return int(np.random.SeedSequence(root, spawn_key=key).generate_state(1)[0])
 
 
-def _read_streams() -> tuple[Any, ...]:
+def read_streams() -> tuple[Any, ...]:
+    """The states of the global streams of `random`, numpy and torch, and of those of GPUs that are in use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def _restore_streams(states: tuple[Any, ...]) -> None:
+def restore_streams(states: tuple[Any, ...]) -> None:
+    """Sets the global streams to the states that `read_streams` returned."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     seed = torch.initial_seed()

@@ -39,3 +39,8 @@ def gather_values(futures: Sequence[Future]) -> list[Any]:
     first = min((each for each in futures if each.error is not None), key=lambda each: (not each.is_over, each.index))
     assert first.error is not None
     raise first.error
+
+
+def find_failures(futures: Sequence[Future]) -> dict[int, BaseException]:
+    """The errors of futures that failed, by worker index."""
+    return {future.index: future.error for future in futures if future.error is not None}

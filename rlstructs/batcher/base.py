@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rlstructs.batcher import state_dict
+from rlstructs.batcher import exact_format, state_dict
 from rlstructs.batcher.arguments import check_info, seeds_of, warn_of_overlap
 from rlstructs.batcher.delivery import Delivery
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.evaluation import check_evaluation, evaluate
+from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
 from rlstructs.batcher.feeding import feed_memory
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.checks import check_count
+from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.structures.dict_tensor import DictTensor
 from workers.interrupts import defer_first_interrupt
@@ -22,6 +24,9 @@ from workers.interrupts import defer_first_interrupt
 logger = logging.getLogger("rlstructs")
 
 B = TypeVar("B", bound="BatcherBase")
+
+# The phases in which an exact state can be taken.
+EXACT_PHASES = Phase.NEW, Phase.READY, Phase.RUNNING, Phase.LEASED, Phase.ENDED
 
 
 class BatcherBase:
@@ -165,31 +170,68 @@ class BatcherBase:
         self._life.check_open("metrics")
         return self._engine.metrics()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the batcher after the last rollout that was handed out, for `load_state_dict`.
+    def state_dict(self, exact: bool | str = False) -> dict[str, Any]:
+        """The state of the batcher, for `load_state_dict`; the batcher goes on as if it had not been asked.
 
-        It holds the seeds and how far their streams are, the statistics, how often `update` was called, the counters of
-        `stats`, `rollout/steps`, and the episodes that `episodes` would return. It holds neither environments nor
-        agents: save the weights yourself. Save it with `torch.save`; `torch.load(weights_only=True)` reads it.
+        By default, the state after the last rollout that was handed out: the seeds and how far their streams are, the
+        statistics, how often `update` was called, the counters of `stats`, `rollout/steps`, and the episodes that
+        `episodes` would return. It holds neither environments nor agents: save the weights yourself.
+
+        With `exact`, everything: a batcher that loads it goes on, bit for bit, as this one does. Rollouts under way are
+        finished first, with what they write to a memory that is fed: save the memory after the batcher. Environments
+        are in the middle of their episodes. Each is brought back by the first method that does, which is tested
+        once: two copies are made, and have to behave alike (see the page on exact resumption). Agents are pickled, but
+        for those that have `get_state()` and `set_state(state)`.
+
+        Save it with `torch.save`; `torch.load(weights_only=True)` reads it.
+
+        Args:
+            exact: whether the state is exact; "best" for an exact one in which all environments of a worker begin new
+                episodes if one of them cannot be brought back, with a warning.
 
         Returns:
-            dicts, lists, tensors, numbers and texts, private memory.
+            dicts, lists, tensors, numbers and texts, private memory. `state["exact"]["environments"]` says of each
+            environment of an exact state its `worker`, its `name` and its `method`.
+
+        Raises:
+            SpecError: `exact`: an environment cannot be brought back, or the agent cannot be pickled. The message says
+                why; the batcher can go on.
+            StateError: `exact`: a `reset` or a rollout was interrupted: call what the message says first.
+            WorkerError, Exception: `exact`: what `get` would raise.
         """
         self._life.check_open("state_dict")
-        return state_dict.make_state(self._engine)
+        if exact not in (False, True, "best"):
+            raise SpecError(f"state_dict: exact must be False, True or 'best', got {exact!r}")
+        if exact is False:
+            return state_dict.make_state(self._engine)
+        self._life.check("state_dict", *EXACT_PHASES)
+        self._delivery.check_handed_out("state_dict")
+        return self._make_exact_state(exact == "best")
+
+    def _make_exact_state(self, best: bool) -> dict[str, Any]:
+        with self._life.note_failures("state_dict", self._is_halfway):
+            found = take_engine_state(self._engine, best)
+        if isinstance(found, Exception):
+            raise found
+        exact = exact_format.pack(self._engine, found, self._delivery.find_phase())
+        return state_dict.add_exact(state_dict.make_state(self._engine), exact)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`.
 
-        Environments are made anew and start new episodes: call `reset` next. Their seeds, and those that agents get
-        (`RL_Agent.seed`), are the next ones of their streams, which were not used before the state was made; the same
-        state always continues in the same way. Episodes that had not ended are lost. Agents stay as they are: `update`
-        them.
+        From an exact one it goes on as the batcher that was saved: do not call `reset`. Its environments, agents and
+        the last `update` are in the state. It runs code that is pickled in it: load an exact state only from someone
+        whom you trust.
+
+        From another one, environments are made anew and start new episodes: call `reset` next. Their seeds, and those
+        that agents get (`RL_Agent.seed`), are the next ones of their streams, which were not used before the state was
+        made; the same state always continues in the same way. Episodes that had not ended are lost. Agents stay as they
+        are: `update` them.
 
         Args:
             state: of a batcher with the same number of workers and environments, the same seeds (`state["seeds"]` is
-                what its constructor was given, or had drawn), and the same keys, dtypes and shapes; `n_timesteps` may
-                differ, and `n_processes` 0 counts as 1.
+                what its constructor was given, or had drawn), and the same keys, dtypes and shapes; `n_processes` 0
+                counts as 1. `n_timesteps` may differ, but not for an exact state, nor may `run_ahead`.
 
         Raises:
             SpecError: the state is of another batcher; the message says what differs, and this one is as it was.
@@ -198,10 +240,19 @@ class BatcherBase:
         """
         self._life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
         state_dict.check(state, self.state_dict())
+        if "exact" in state:
+            self._load_exact(state["exact"])
+            return
         statistics = state_dict.unpack_statistics(state["statistics"])
         with defer_first_interrupt(), self._life.note_failures("load_state_dict"):
             self._engine.load(state, statistics)
             self._life.phase = Phase.NEW
+
+    def _load_exact(self, exact: dict[str, Any]) -> None:
+        found, phase = exact_format.unpack(self._engine, exact)
+        with defer_first_interrupt(), self._life.note_failures("load_state_dict"):
+            load_engine_state(self._engine, found, phase)
+            self._life.phase = phase
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.

@@ -112,8 +112,7 @@ class Delivery:
                 function that gives the batch back.
         """
         self._life.check("lease", Phase.RUNNING)
-        if self._kept is not None:
-            raise StateError("lease: an interrupted get has copied the rollout: get it")
+        self.check_handed_out("lease")
         with self._life.note_failures():
             orders, batch = self._engine.collect()
             trajectories = batch.lend()
@@ -136,6 +135,17 @@ class Delivery:
             batch.release()
             self._leased = None
             self._set_phase_after(n_running)
+
+    def check_handed_out(self, call: str) -> None:
+        """Raises StateError if an interrupted `get` has left a rollout to the next one."""
+        if self._kept is not None:
+            raise StateError(f"{call}: an interrupted get has copied the rollout: get it")
+
+    def find_phase(self) -> Phase:
+        """The phase after the release of what is leased; otherwise the present one."""
+        if self._life.phase is not Phase.LEASED or self._leased is None:
+            return self._life.phase
+        return Phase.READY if self._leased[2] else Phase.ENDED
 
     def forget(self) -> None:
         """Drops what an interrupted `get` was about to return."""

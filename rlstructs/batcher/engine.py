@@ -24,6 +24,7 @@ from rlstructs.seeding import seeds_argument
 from rlstructs.shared import weights
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import SlotBuffers
+from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -48,6 +49,9 @@ class Outbox(Protocol):
 
     def record_sent(self, packed: Any, requests: list[Future]) -> None:
         """Records that workers were sent this update."""
+
+    def read_last(self) -> Parcel | None:
+        """The last update, copied; None if there was none, or if whoever passes it on has it."""
 
     def forget(self, workers: Collection[int]) -> None:
         """Forgets requests to workers that were replaced; their successors have only got the last update."""
@@ -78,6 +82,10 @@ class Engine:
         n_envs: E, the number of environments of one worker.
         arenas: shared memory, which `free` closes.
         on_new_episodes: called with the workers whose environments begin new episodes, by `reset` or as successors.
+
+    Attributes:
+        version_before: the number of updates before the first one that the outbox counts.
+        meter: counts what is handed out.
     """
 
     def __init__(
@@ -92,9 +100,8 @@ class Engine:
     ) -> None:
         self.settings, self.supervisor, self.transport, self.outbox = settings, supervisor, transport, outbox
         self.n_envs, self.arenas, self._on_new_episodes = n_envs, arenas, on_new_episodes
-        # The number of updates before the first one that the outbox counts.
-        self._version_before = 0
-        self._meter = Meter()
+        self.version_before = 0
+        self.meter = Meter()
         # What workers write to; it keeps open what successors have to open.
         self._feed: Feed | None = None
 
@@ -111,7 +118,7 @@ class Engine:
     @property
     def policy_version(self) -> int:
         """The number of updates so far."""
-        return self._version_before + self.outbox.version
+        return self.version_before + self.outbox.version
 
     def reset(self, infos: Mapping[str, DictTensor]) -> None:
         """Starts an episode in every environment; `infos` are `agent_info` and `env_info`."""
@@ -123,7 +130,7 @@ class Engine:
         """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
         if agent_info is not None:
             self.transport.set_agent_info(agent_info)
-        with self._meter.wait():  # with no processes the rollouts run here
+        with self.meter.wait():  # with no processes the rollouts run here
             self.supervisor.begin_rollouts(self.transport.write_agent_info)
         self.begin_successors()
 
@@ -149,9 +156,9 @@ class Engine:
             n: the number of workers to wait for; None for all.
             cuts: whether the other workers then end their rollouts early, and are waited for too.
         """
-        with self._meter.wait():
+        with self.meter.wait():
             orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
-        return orders, self.transport.make_batch(orders, self._version_before, self.policy_version)
+        return orders, self.transport.make_batch(orders, self.version_before, self.policy_version)
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None = None) -> int:
         """Goes on to the rollouts after these; returns the number of environments that still run.
@@ -161,7 +168,7 @@ class Engine:
             trajectories: the rollouts, whose steps and episodes are counted; None to count none.
         """
         if trajectories is not None:
-            self._meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
+            self.meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
         self.transport.end_rollouts(orders, trajectories)
         self.supervisor.end_rollouts(orders)
         if self.supervisor.has_successors:
@@ -175,7 +182,7 @@ class Engine:
 
     def feed(self, feed: Feed) -> None:
         """Has workers write the steps of later rollouts to a memory."""
-        self._feed = dataclasses.replace(feed, version_before=self._version_before)
+        self._feed = dataclasses.replace(feed, version_before=self.version_before)
         self.supervisor.feed(pack(self._feed))
 
     def renew(self, states: Sequence[dict[str, Any]]) -> None:
@@ -195,8 +202,12 @@ class Engine:
         self._begin_episodes(range(self.pool.n_workers))
         self.supervisor.set_statistics(statistics)
         self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
-        self._version_before = state["weights_version"] - self.outbox.version
-        self._meter.n_steps = state.get("steps", 0)
+        self.meter.n_steps = state.get("steps", 0)
+        self.resume(self.meter, state["weights_version"] - self.outbox.version)
+
+    def resume(self, meter: Meter, version_before: int) -> None:
+        """Goes on to count from a state; `version_before` is the number of updates that the outbox leaves out."""
+        self.meter, self.version_before = meter, version_before
         if self._feed is not None:
             self.feed(self._feed)
 
@@ -215,13 +226,13 @@ class Engine:
     @property
     def n_steps(self) -> int:
         """How many steps of all environments together were handed out."""
-        return self._meter.n_steps
+        return self.meter.n_steps
 
     def metrics(self) -> dict[str, float]:
         """What `RL_Batcher.metrics` returns."""
         return {
             **self.transport.episodes.take_means(),
-            **self._meter.take(),
+            **self.meter.take(),
             "rollout/restarts": float(self.supervisor.n_restarts),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -23,6 +24,12 @@ class Meter:
         # Since the last `take`: the steps, how many updates their agents lacked, summed, and the seconds of waiting.
         self._n_new, self._behind, self._waited = 0, 0, 0.0
         self._since = perf_counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_since": perf_counter() - self._since}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _since=perf_counter() - state["_since"])
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:

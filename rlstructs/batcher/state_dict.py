@@ -11,6 +11,7 @@ It holds dicts, lists, tensors, numbers and texts:
     workers                 by worker: how often its streams have started anew, and its counters
     episodes                those that ended and were not taken; dropped_episodes
     statistics              by name: count, mean, m2
+    exact                   see `exact_format`; only in exact states, whose version is 2
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlstructs.structures.arrays import TensorSpec
 
 State = dict[str, Any]
 
-FORMAT, VERSION = "rlstructs.RL_Batcher", 1
+FORMAT, VERSION, EXACT_VERSION = "rlstructs.RL_Batcher", 1, 2
 # How every message begins.
 FAILED = "load_state_dict: "
 
@@ -66,6 +67,11 @@ def make_state(engine: Engine) -> State:
     }
 
 
+def add_exact(state: State, exact: State) -> State:
+    """Makes an exact state of a plain one."""
+    return {**state, "version": EXACT_VERSION, "exact": exact}
+
+
 def _pack_statistics(statistics: Mapping[str, Moments]) -> State:
     """Moments as numbers and tensors, copied."""
     return {
@@ -91,6 +97,9 @@ def check(state: Any, own: State) -> None:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         what = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise SpecError(f"load_state_dict: needs what RL_Batcher.state_dict gave, got {what!r}")
+    if state.get("version") == EXACT_VERSION and "exact" in state:
+        state = {**state, "version": VERSION}
+        del state["exact"]
     if state.get("version") != VERSION:
         raise SpecError(f"load_state_dict: the state is of version {state.get('version')!r}, needed is {VERSION}")
     try:

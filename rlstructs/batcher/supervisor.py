@@ -17,10 +17,11 @@ from rlstructs.batcher.arguments import RESTART
 from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, describe_times
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merge_parts
+from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.shared.slot_buffers import SlotBuffers
 from workers import WorkerError
-from workers.futures import Future, gather_values
+from workers.futures import Future, find_failures, gather_values
 from workers.interrupts import defer_first_interrupt, defer_interrupt
 from workers.pool_protocol import Pool
 
@@ -40,13 +41,13 @@ class Supervisor:
         run_ahead: how many rollouts may be ordered in addition to the oldest one that is not handed out.
     """
 
-    #: The word for a worker in messages, and the class of its record.
-    noun, record_class = "worker", WorkerRecord
+    #: The word for a worker in messages, and the classes of its record and of its job's exact state.
+    noun, record_class, job_state_class = "worker", WorkerRecord, JobState
 
     def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
         self.pool = pool
         self.records = [self.record_class() for _ in range(pool.n_workers)]
-        self._max_restarts, self._run_ahead = max_restarts, run_ahead
+        self._max_restarts, self.run_ahead = max_restarts, run_ahead
         #: Whether workers that fail are replaced; a job in this process cannot be.
         self.can_replace = policy == RESTART and pool.can_restart
         self._replaced: set[int] = set()
@@ -97,7 +98,7 @@ class Supervisor:
             packed: the update.
             record_sent: called with the requests as soon as all workers are asked.
         """
-        if not self._run_ahead:
+        if not self.run_ahead:
             return self._call("update", packed, record_sent=record_sent)
         self.replace_gone()
         with self.defer_interrupts():
@@ -112,6 +113,11 @@ class Supervisor:
         self.statistics = statistics
         if "reset" in self._lasting:
             self._lasting["reset"] = (statistics,)
+
+    def expect_reset(self) -> None:
+        """Has successors reset their environments, as the workers have done."""
+        if self.can_replace:
+            self._add_lasting("reset", (self.statistics,))
 
     def get_states(self) -> list[dict[str, Any]]:
         """Returns what `renew` needs, by worker."""
@@ -152,10 +158,10 @@ class Supervisor:
         Args:
             write_agent_info: called before each rollout is ordered, with the worker's index and the rollout's number.
         """
-        for _ in range(self._run_ahead + 1):
+        for _ in range(self.run_ahead + 1):
             numbers: dict[int, list[int]] = {}
             for index, record in enumerate(self.records):
-                if len(record.orders) <= self._run_ahead:
+                if len(record.orders) <= self.run_ahead:
                     write_agent_info(index, record.n_ordered)
                     numbers.setdefault(record.n_ordered, []).append(index)
                     record.n_ordered += 1
@@ -188,7 +194,7 @@ class Supervisor:
             self.cut_late(cut)
             return self.collect()
         if self.can_replace:
-            self.replace_failed(self.pool.check() | _find_failures(requests))
+            self.replace_failed(self.pool.check() | find_failures(requests))
         oldest = {index: record.orders[0] for index, record in enumerate(self.records)}
         return {index: order for index, order in oldest.items() if order.is_lost or order.is_done}
 
@@ -260,7 +266,7 @@ class Supervisor:
             with self.defer_interrupts():
                 requests = self.pool.ask(method, *arguments, only=only)
         self.pool.settle(requests)
-        return {each.index: each.value for each in requests if each.error is None}, _find_failures(requests)
+        return {each.index: each.value for each in requests if each.error is None}, find_failures(requests)
 
     def ask_without_waiting(self, method: str) -> None:
         """Asks every job to call a method after its earlier requests; `settle` waits for the replies."""
@@ -310,7 +316,7 @@ class Supervisor:
             self.pool.settle(requests, fails_fast=not self.can_replace)
         if not self.can_replace:
             gather_values(requests)  # raises what failed
-        self.replace_failed(_find_failures(requests))
+        self.replace_failed(find_failures(requests))
         return requests
 
     def replace_gone(self) -> None:
@@ -375,7 +381,7 @@ class Supervisor:
             self._replaced |= set(indexes)
         requests = self.pool.restart({index: self._make_successor_arguments(index) for index in indexes})
         self.pool.settle(requests)
-        failures = _find_failures(requests)
+        failures = find_failures(requests)
         for method, arguments in self._lasting.items():
             replies, more = self.call_some(method, arguments, [index for index in indexes if index not in failures])
             failures |= more
@@ -390,8 +396,3 @@ class Supervisor:
                 if not (order.is_lost or order.is_done):
                     [order.request] = self.pool.ask("rollout", order.number, self.statistics, only=[index])
         return failures
-
-
-def _find_failures(requests: list[Future]) -> dict[int, BaseException]:
-    """The errors of requests that failed, by worker index."""
-    return {request.index: request.error for request in requests if request.error is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from mmap import mmap
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slot_buffers import ALL_ROLLOUTS, SlotBuffers
+from rlstructs.shared.slot_columns import columns_of, write_columns
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 
@@ -26,14 +28,14 @@ class Transport:
 
     Attributes:
         infos: `agent_info` and `env_info` as the last `reset` or `execute` gave them; empty before.
+        running: the environments that run, by worker, counted from the worker's first; None for all of them.
         episodes: tracks the episodes that ended in rollouts that were handed out.
     """
 
     def __init__(self, layout: Layout, blocks: Sequence[range]) -> None:
         self.layout, self.blocks = layout, blocks
         self.infos: dict[str, DictTensor] = {}
-        # The environments that run, by worker, counted from the worker's first; None for all of them.
-        self._running: list[list[int] | None] = [None] * len(blocks)
+        self.running: list[list[int] | None] = [None] * len(blocks)
         self.episodes = EpisodeTracker()
 
     @property
@@ -57,12 +59,12 @@ class Transport:
 
     def n_running(self) -> int:
         """How many environments run."""
-        both = zip(self.blocks, self._running, strict=True)
+        both = zip(self.blocks, self.running, strict=True)
         return sum(len(block if running is None else running) for block, running in both)
 
     def n_running_workers(self) -> int:
         """How many workers have environments that run."""
-        return sum(running != [] for running in self._running)
+        return sum(running != [] for running in self.running)
 
     def running_rows(self) -> np.ndarray:
         """The global indexes of environments that run, int64."""
@@ -70,7 +72,7 @@ class Transport:
 
     def rows_of(self, worker: int) -> np.ndarray:
         """The global indexes of a worker's environments that run, int64."""
-        running, block = self._running[worker], self.blocks[worker]
+        running, block = self.running[worker], self.blocks[worker]
         return np.arange(block.start, block.stop) if running is None else block.start + np.array(running, np.int64)
 
     def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
@@ -90,6 +92,12 @@ class Transport:
     def cut_all(self) -> None:
         """Makes every worker end every rollout after its current step."""
 
+    def read_rollout(self, worker: int, number: int) -> Any:
+        """What is kept here, not in the worker's reply, of a rollout that is done or lost; picklable."""
+
+    def write_rollout(self, worker: int, number: int, content: Any) -> None:
+        """Restores what `read_rollout` returned."""
+
     def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
         """Records the episodes that ended in these trajectories."""
         self.episodes.add(trajectories)
@@ -99,12 +107,12 @@ class Transport:
         if trajectories is not None:
             self.add_episodes(orders, trajectories)
         for worker, order in orders.items():
-            self._running[worker] = None if order.is_lost else order.request.value.running
+            self.running[worker] = None if order.is_lost else order.request.value.running
 
     def begin_episodes(self, workers: Collection[int]) -> None:
         """Records that all environments of these workers are reset; their unfinished episodes are forgotten."""
         for worker in workers:
-            self._running[worker] = None
+            self.running[worker] = None
             self.episodes.forget(self.rows_of(worker))
 
     def close(self) -> None:
@@ -170,6 +178,15 @@ class SlotTransport(Transport):
     def cut_all(self) -> None:
         for worker in range(len(self._cuts)):
             self.cut(worker, ALL_ROLLOUTS)
+
+    def read_rollout(self, worker: int, number: int) -> dict[str, np.ndarray]:
+        slots, rows = self.slots[number % len(self.slots)], np.array(self.blocks[worker])
+        return columns_of(slots, rows, int(slots.lengths[rows].max()))
+
+    def write_rollout(self, worker: int, number: int, content: dict[str, np.ndarray]) -> None:
+        index = number % len(self.slots)
+        write_columns(self.slots[index], np.array(self.blocks[worker]), content)
+        self._stale.add((worker, index))
 
     def close(self) -> None:
         self.slots, self._cuts = [], memoryview(b"")

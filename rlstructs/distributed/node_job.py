@@ -17,12 +17,12 @@ from rlstructs.batcher.engine import start_engine
 from rlstructs.batcher.evaluation import run_evaluation
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.node_parts import columns_of
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.moments import Moments
 from rlstructs.rollout.job import FailureGuard
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs
+from rlstructs.shared.slot_columns import columns_of
 from rlstructs.shared.slots import STATE, Slots
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor

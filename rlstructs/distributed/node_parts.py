@@ -19,33 +19,11 @@ from rlstructs.public_names import set_module
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
-from rlstructs.shared.slots import Slots
+from rlstructs.shared.slot_columns import ACTION, FINAL, SEEN
 from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of, tensors_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-
-SEEN, ACTION, FINAL = "observation/", "action/", "_observation/"
-
-
-def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> Columns:
-    """The content of slots, by column: these rows and the first timesteps; views where that is all of a column.
-
-    Of columns that are only valid where an environment was reset: these entries, in the order of `find_true`.
-    """
-    index = slice(None) if rows.size == slots.n else rows
-    reset = raw_of(slots.column("reset"))[index, :n_timesteps]
-    at, times = find_true(reset)
-    columns = {}
-    for field in slots.layout.fields:
-        column = raw_of(slots.column(field.name))
-        if field.sparse:
-            columns[field.name] = column[at if isinstance(index, slice) else rows[at], times]
-            continue
-        if field.name.startswith((SEEN, ACTION)) or field.name == "reset":
-            column = column[:, : n_timesteps + field.name.startswith(SEEN)]
-        columns[field.name] = np.ascontiguousarray(column[index])
-    return columns
 
 
 @set_module("rlstructs.distributed")

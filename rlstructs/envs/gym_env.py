@@ -17,6 +17,7 @@ from rlstructs.envs.reset_options import split_options
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
 from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.shared_vector.env_group import innermost
+from rlstructs.envs.single_env import Episode, SingleEnv
 from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
@@ -50,6 +51,10 @@ class GymEnv(RowDefaults):
         keep_float64: keep float64 observations and actions, rather than turn them into float32.
         info_keys: which numbers of the infos are recorded, such as `("is_success",)`, as float32; or a mapping from
             keys to dtypes, `{"is_success": bool}`. `"a/b"` is entry `b` of the info `a`.
+        episode_seeds: give every reset a seed, of a stream for each environment, and keep the actions of the running
+            episodes. An exact state of a batcher can then bring back environments that cannot be pickled, by playing
+            the running episode again. It needs environments in which a reset with a seed leaves nothing of what was
+            before.
 
     Raises:
         TypeError: `envs` are not gymnasium environments.
@@ -77,12 +82,16 @@ class GymEnv(RowDefaults):
         *,
         keep_float64: bool = False,
         info_keys: InfoKeys = (),
+        episode_seeds: bool = False,
     ) -> None:
         self._envs = _check_envs(envs)
         self._infos = InfoColumns(info_keys)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
         self._seeds: list[int] | None = environment_seeds(seed, len(self._envs))
+        # With `episode_seeds`: the seeds of the streams, and the running episodes.
+        self._stream_seeds = self._seeds if episode_seeds else None
+        self._episodes: list[Episode | None] = [None] * len(self._envs)
         for env, value in zip(self._envs, self._seeds, strict=True):
             env.action_space.seed(value)
         layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos)
@@ -99,6 +108,10 @@ class GymEnv(RowDefaults):
     def n_envs(self) -> int:
         """Number of environments, E."""
         return len(self._envs)
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """See `RowEnv.single_envs`."""
+        return list(map(SingleEnv, self._envs, self._episodes))
 
     def example(self) -> Rows:
         """First observations as `reset` would return them, made from the spaces alone."""
@@ -153,12 +166,14 @@ class GymEnv(RowDefaults):
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, uncopied = [], [], [], []
         fresh: list[Any] = []
-        have_own_memory, infos = self._have_own_memory, self._infos or None
+        have_own_memory, infos, stream_seeds = self._have_own_memory, self._infos or None, self._stream_seeds
         row, result = 0, NO_RESULT
         try:
             for row, (env, env_action) in enumerate(zip(self._running_envs, actions, strict=True)):
-                result = env.step(env_action)
+                result = env.step(env_action if stream_seeds is None else copy.deepcopy(env_action))
                 frame, reward, terminated, truncated, info = result
+                if stream_seeds is not None:
+                    self._log(int(running[row]), env_action, frame, reward)
                 if infos is not None:  # before a reset changes it
                     infos.write(self._after.view, row, info, int(running[row]))
                 if not have_own_memory:  # another environment may write into the same array
@@ -211,6 +226,10 @@ class GymEnv(RowDefaults):
     def _reset_one(self, k: int, seed: int | None, row: int) -> Any:
         """Resets environment k, writes its info to a row of the fresh ones, and returns its observation."""
         options = self._options[k]
+        episode = None
+        if self._stream_seeds is not None:
+            episode = Episode.after(self._episodes[k], self._stream_seeds[k], options)
+            seed = episode.seed
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
         if options is not None:
             arguments["options"] = copy.deepcopy(options)  # the environment may change them
@@ -222,7 +241,17 @@ class GymEnv(RowDefaults):
         observation, info = read_reset(result, self._envs[k], k)
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
+        if episode is not None:
+            episode.last = self._copy(observation), None
+            self._episodes[k] = episode
         return observation
+
+    def _log(self, k: int, action: Any, frame: Any, reward: Any) -> None:
+        """Adds a step to the running episode of environment k."""
+        episode = self._episodes[k]
+        assert episode is not None
+        episode.actions.append(action)
+        episode.last = self._copy(frame), copy_value(reward)
 
     def _copy(self, observation: Any) -> Any:
         """Copies the entries of the space: the environment may write into the observation again."""
@@ -284,8 +313,9 @@ class GymEnvInf(GymEnv):
         keep_float64: bool = False,
         defer_resets: bool = False,
         info_keys: InfoKeys = (),
+        episode_seeds: bool = False,
     ) -> None:
-        super().__init__(envs, seed, keep_float64=keep_float64, info_keys=info_keys)
+        super().__init__(envs, seed, keep_float64=keep_float64, info_keys=info_keys, episode_seeds=episode_seeds)
         if not isinstance(defer_resets, bool):
             raise TypeError(f"defer_resets must be a bool, got {defer_resets!r}")
         self._autoreset, self.defers_resets = not defer_resets, defer_resets

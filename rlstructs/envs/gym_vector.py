@@ -19,6 +19,7 @@ from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
 from rlstructs.envs.row_layout import RowLayout
 from rlstructs.envs.shared_vector.arguments import check_autoreset_mode
+from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
 from rlstructs.public_names import set_module
@@ -139,6 +140,11 @@ class GymVectorEnv(RowDefaults):
     def row_groups(self) -> Sequence[GymVectorGroup]:
         """The groups of a `SharedVectorEnv` with several: a rollout steps one while the agent acts on another."""
         return self._groups
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """Those of a `SyncVectorEnv`; otherwise the vector environment."""
+        inner = getattr(self._envs, "unwrapped", self._envs)
+        return [SingleEnv(env) for env in (inner.envs if isinstance(inner, SyncVectorEnv) else [self._envs])]
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """Does what `reset` does, and returns the observation as rows that nobody else uses."""

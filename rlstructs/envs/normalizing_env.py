@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import RowDefaults, SharedStatistics, Step, load_statistics, step_pairs, take_statistics
 from rlstructs.envs.scale import Scale
+from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments
@@ -65,6 +66,10 @@ class NormalizingEnv(RowDefaults):
     def shared_statistics(self) -> SharedStatistics:
         """The wrapper itself."""
         return self
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """See `RowEnv.single_envs`."""
+        return self._env.single_envs()
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
         """Resets the environment; see `VecEnv.reset`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
 
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistics, Step
+from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.shared.packing import Packing, Rows, Target
@@ -96,6 +97,15 @@ class RowAdapter(RowDefaults):
     def shared_statistics(self) -> SharedStatistics | None:
         """The environment itself, if it has the methods."""
         return self._env if _keeps_statistics(self._env) else None
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """Those of the environment, or of what it wraps if it forwards the method; otherwise the environment itself."""
+        return self._env.single_envs() if hasattr(self._env, "single_envs") else (SingleEnv(self._env),)
+
+    @property
+    def action_space(self) -> Any:
+        """The environment's; None if it tells none."""
+        return getattr(self._env, "action_space", None)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """Does what `VecEnv.reset` does, and returns the observation of all E environments."""

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from rlstructs.envs.single_env import SingleEnv
 from rlstructs.errors import StateError
 from rlstructs.moments import Moments
 from rlstructs.shared.packing import Rows, Target
@@ -118,6 +119,13 @@ class RowEnv(Protocol):
         """The statistics that all workers share; None if the environments keep none."""
         ...
 
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """The environments that an exact state brings back one by one; everything around them is pickled.
+
+        Each has the same number of rows, in order.
+        """
+        ...
+
 
 class SplitEnv(RowEnv, Protocol):
     """A group of environments that step while the agent acts on other groups; all of them always run."""
@@ -169,6 +177,10 @@ class RowDefaults:
     def shared_statistics(self) -> SharedStatistics | None:
         """See `RowEnv.shared_statistics`."""
         return None
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """See `RowEnv.single_envs`."""
+        return (SingleEnv(self),)
 
 
 Pair = tuple[DictTensor, torch.Tensor]

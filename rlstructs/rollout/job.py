@@ -22,6 +22,7 @@ from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Evaluation, seed_agent
 from rlstructs.rollout.feeding import Feed
+from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, Progress, RolloutReply
@@ -50,6 +51,13 @@ class RolloutJob:
         weights_arena: holds the tensors of updates.
         settings: how to make environments and agent.
         is_first: whether this worker is the first one in its place; specs are unknown then.
+
+    Attributes:
+        env, agent: the environments and the agent.
+        slots: the slots of this worker, in each slot buffer.
+        progress: where the last rollout stopped; None before a reset.
+        clock: how the worker has spent its time.
+        methods: how an exact state brings back each environment, once that is known.
     """
 
     index: int
@@ -65,7 +73,7 @@ class RolloutJob:
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
         # Two copies of the arguments, because finding the specs may change the one that it uses.
         spare = settings.with_copied_arguments() if self.index == 0 and self.is_first else None
-        env = self._make_env(settings.seeds[self.index])
+        env = self.make_env(settings.seeds[self.index])
         try:
             if spare is not None:
                 example = env.example()
@@ -74,35 +82,36 @@ class RolloutJob:
                 self.specs = self._probe(env, example, spent.agent_args)
                 if used:  # made again, from the same state of the streams as in other workers
                     seed_global_streams(settings.seeds[self.index], self._agent_seed)
-                    env = self._make_env(settings.seeds[self.index])
-            self._env = env
-            self._agent = self._make_agent()
-            self._seed(self._agent, settings.seeds[self.index])
+                    env = self.make_env(settings.seeds[self.index])
+            self.env = env
+            self.agent = self._make_agent()
+            self._seed(self.agent, settings.seeds[self.index])
         except BaseException:
             with contextlib.suppress(Exception):
                 env.close()
             raise
-        self._slots: list[Slots] = []
+        self.slots: list[Slots] = []
         self._inbox = Inbox(self.weights_arena)
         self.error: BaseException | None = None
-        self._progress: Progress | None = None
+        self.methods: list[str] | None = None
+        self.progress: Progress | None = None
         # For environments that can be stepped in groups, which have a progress each in place of `_progress`.
         self._groups: Sequence[SplitEnv] = ()
         self._group_slots: list[list[Slots]] = []
         self._group_progress: list[Progress] = []
-        self._clock = Clock()
+        self.clock = Clock()
         self._evaluation: Evaluation | None = None
         self._feed: Feed | None = None
 
     def describe(self) -> JobDescription:
         """Counts the environments; of worker 0 with the specs."""
-        return JobDescription(self._env.n_envs(), self.specs)
+        return JobDescription(self.env.n_envs(), self.specs)
 
     def attach(self, slot_buffers: SlotBuffers) -> None:
         """Maps this worker's block of slots."""
-        n, buffer = self._env.n_envs(), self.arena.map()
+        n, buffer = self.env.n_envs(), self.arena.map()
         self._slot_buffers = slot_buffers
-        self._slots = slot_buffers.slots(buffer, first=self.index * n, n=n)
+        self.slots = slot_buffers.slots(buffer, first=self.index * n, n=n)
         self._cuts = slot_buffers.cuts(buffer)
         self._attach_groups()
 
@@ -116,8 +125,8 @@ class RolloutJob:
 
     def _attach_groups(self) -> None:
         """Maps the slots of each group of environments, if there are groups."""
-        self._groups, self._group_slots = self._env.row_groups(), []
-        first, buffer = self._slots[0].first, self.arena.map()
+        self._groups, self._group_slots = self.env.row_groups(), []
+        first, buffer = self.slots[0].first, self.arena.map()
         for group in self._groups:
             self._group_slots.append(self._slot_buffers.slots(buffer, first=first, n=group.n_envs()))
             first += group.n_envs()
@@ -129,9 +138,9 @@ class RolloutJob:
             statistics: statistics of all workers together; empty if environments keep none.
         """
         with FailureGuard(self):
-            load_statistics(self._env, statistics)
-            observation = self._env.reset_rows(self._slots[0].info("env_info/").clone())
-            self._progress = Progress(observation, np.arange(self._slots[0].n))
+            load_statistics(self.env, statistics)
+            observation = self.env.reset_rows(self.slots[0].info("env_info/").clone())
+            self.progress = Progress(observation, np.arange(self.slots[0].n))
             first, self._group_progress = 0, []
             for group in self._groups:
                 rows = np.arange(group.n_envs())
@@ -145,11 +154,11 @@ class RolloutJob:
             number: the number of rollouts ordered before.
             statistics: as for `reset`.
         """
-        slots, progress = self._slots[number % len(self._slots)], self._progress
+        slots, progress = self.slots[number % len(self.slots)], self.progress
         assert progress is not None
         with FailureGuard(self):
-            load_statistics(self._env, statistics)
-            if progress.running.size < slots.n and self._env.defers_resets:
+            load_statistics(self.env, statistics)
+            if progress.running.size < slots.n and self.env.defers_resets:
                 progress = self._revive_ended(progress, slots)
             if not progress.running.size:
                 return self._reply([])
@@ -157,23 +166,23 @@ class RolloutJob:
             progress = self._acquire(number, slots, progress)
             if self._feed is not None:
                 self._feed.write(slots, self._inbox.version)
-            self._clock.busy += perf_counter() - began
-            goes_on = progress.running.size == slots.n or self._env.defers_resets
+            self.clock.busy += perf_counter() - began
+            goes_on = progress.running.size == slots.n or self.env.defers_resets
             running = None if goes_on else progress.running.tolist()
             return self._reply(running)
 
     def _reply(self, running: list[int] | None) -> RolloutReply:
-        return RolloutReply(running, self._clock.fields(), self._inbox.version, take_statistics(self._env))
+        return RolloutReply(running, self.clock.fields(), self._inbox.version, take_statistics(self.env))
 
     @torch.no_grad()
     def _revive_ended(self, progress: Progress, slots: Slots) -> Progress:
         """Starts episodes in environments whose reset was deferred; returns the progress of all environments."""
-        which, first = self._env.revive_rows()
+        which, first = self.env.revive_rows()
         place = np.argsort(np.concatenate([progress.running, which]))
         assert progress.state is not None
         agent_info = slots.info("agent_info/")
         info = agent_info if agent_info.empty() else agent_info.index(which)
-        state = initial_state(self._agent, info, which.size)
+        state = initial_state(self.agent, info, which.size)
         slots.check_state(state, which.size)
         if not state.empty():
             state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
@@ -182,20 +191,20 @@ class RolloutJob:
     def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
         """Runs a rollout, in turns if there are groups; returns the progress of the environments."""
         info = slots.info("agent_info/")
-        clock = None if BARE in os.environ else self._clock
+        clock = None if BARE in os.environ else self.clock
         cuts, index = self._cuts, self.index
-        acting_agent = ActingAgent(self._agent, self.settings.device, clock, lambda: cuts[index] > number)
+        acting_agent = ActingAgent(self.agent, self.settings.device, clock, lambda: cuts[index] > number)
         if self._groups:
             own = [buffers[number % len(buffers)] for buffers in self._group_slots]
             self._group_progress = acquire_in_turns(acting_agent, self._groups, own, self._group_progress, info)
             return progress  # all environments of groups always run
-        self._progress = acquire(acting_agent, self._env, slots, progress, info)
-        return self._progress
+        self.progress = acquire(acting_agent, self.env, slots, progress, info)
+        return self.progress
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; returns the versions of updates whose tensors it still has."""
         with FailureGuard(self):
-            update_agent(self._agent, self._inbox.unpack(packed))
+            update_agent(self.agent, self._inbox.unpack(packed))
         return self._inbox.held_versions()
 
     def renew(
@@ -209,16 +218,36 @@ class RolloutJob:
         """
         with FailureGuard(self):
             self.end_evaluation()
-            seed, n = seeds[self.index], self._env.n_envs()
+            seed, n = seeds[self.index], self.env.n_envs()
             self._agent_seed = None if agent_seeds is None else int(agent_seeds[self.index])
-            self._env.close()
+            self.env.close()
             seed_global_streams(seed, self._agent_seed)
-            self._env = self._make_env(seed, copy_arguments(self.settings.env_args))
-            if (n_own := self._env.n_envs()) != n:
+            self.set_env(self.make_env(seed, copy_arguments(self.settings.env_args)))
+            if (n_own := self.env.n_envs()) != n:
                 raise SpecError(f"create_env: made {n_own} environments, and {n} before")
-            self._attach_groups()
-            self._seed(self._agent, seed)  # it may have drawn ahead
-            self._progress, self._clock = None, Clock(*clocks[self.index])
+            self._seed(self.agent, seed)  # it may have drawn ahead
+            self.progress, self.clock = None, Clock(*clocks[self.index])
+
+    def set_env(self, env: RowEnv) -> None:
+        """Uses other environments from now on."""
+        self.env, self.methods = env, None
+        self._attach_groups()
+
+    def take_state(self, best: bool) -> JobState:
+        """Takes the exact state of the job; see `take_job_state`."""
+        from rlstructs.rollout.job_state import take_job_state  # imports gymnasium
+
+        if self.error is not None:
+            raise self.error
+        return take_job_state(self, best)
+
+    def load_state(self, state: JobState, seed: int) -> None:
+        """Brings the job to an exact state; see `load_job_state`."""
+        from rlstructs.rollout.job_state import load_job_state
+
+        with FailureGuard(self):
+            self.end_evaluation()
+            load_job_state(self, state, seed)
 
     def begin_evaluation(
         self,
@@ -238,12 +267,12 @@ class RolloutJob:
         if self.error is not None:
             raise self.error
         self.end_evaluation()
-        seed, n = seeds[self.index], self._env.n_envs()
+        seed, n = seeds[self.index], self.env.n_envs()
         mine = slice(self.index * n, (self.index + 1) * n)
         own = {name: info if info.empty() else info.slice(mine.start, mine.stop) for name, info in infos.items()}
 
         def create_env() -> RowEnv:
-            env = self._make_env(seed, copy_arguments(self.settings.env_args))
+            env = self.make_env(seed, copy_arguments(self.settings.env_args))
             if (n_own := env.n_envs()) != n:
                 env.close()
                 raise SpecError(f"create_env: made {n_own} environments for an evaluation, and {n} before")
@@ -251,7 +280,7 @@ class RolloutJob:
             return env
 
         self._evaluation = Evaluation(
-            create_env, self._agent, self._slots[0].layout, seed, wanted[mine], own, self.settings.device
+            create_env, self.agent, self.slots[0].layout, seed, wanted[mine], own, self.settings.device
         )
 
     def evaluate(self) -> bool:
@@ -275,11 +304,11 @@ class RolloutJob:
             self.end_evaluation()
         finally:
             try:
-                self._agent.close()
+                self.agent.close()
             finally:
-                self._env.close()
+                self.env.close()
 
-    def _make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> RowEnv:
+    def make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> RowEnv:
         settings = self.settings
         # The worker's seed replaces a seed among the arguments, as in rlstructures.
         arguments = {**(settings.env_args if env_args is None else env_args), "seed": seed}

@@ -38,6 +38,10 @@ class JobSettings:
             agent_seeds[worker] = next_seed(agent_seeds[worker], restart_number)
         return dataclasses.replace(self, seeds=seeds, agent_seeds=agent_seeds)
 
+    def seed_of(self, worker: int, restart_number: int) -> int:
+        """The seed of a worker whose streams have started anew so many times."""
+        return next_seed(self.seeds[worker], restart_number) if restart_number else self.seeds[worker]
+
     def with_copied_arguments(self) -> JobSettings:
         """The settings with copies of the arguments, which a worker in another process would get."""
         both = self.agent_args, self.env_args  # copied together: an object in both stays one object

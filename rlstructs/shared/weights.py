@@ -176,6 +176,15 @@ class Outbox:
         self._written.append((packed, asked))
         self.version = packed.version
 
+    def read_last(self) -> Parcel | None:
+        """The last update, copied; None if there was none."""
+        if not self._written:
+            return None
+        packed = self._written[-1][0]
+        raw = np.frombuffer(self._arena.map(), np.uint8, packed.nbytes + packed.n_pickled, packed.offset)
+        tensors, pickled = raw[: packed.nbytes].copy(), raw[packed.nbytes :].tobytes()
+        return Parcel([(0, tensors)] if packed.nbytes else [], packed.nbytes, pickled)
+
     def forget(self, workers: Collection[int]) -> None:
         """Forgets the requests to workers that were replaced; the new ones have got the last update."""
         for _, asked in self._written:

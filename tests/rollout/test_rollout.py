@@ -577,7 +577,7 @@ def test_an_update_hands_over_copies():
     packed = Outbox(jobs.weights, 1, lambda asked: None).pack(info)
     info["w"].zero_()
     jobs.all[0].update(packed)
-    given_info = jobs.all[0]._agent.given
+    given_info = jobs.all[0].agent.given
     assert given_info["name"] == "x" and given_info["w"].tolist() == [1, 1, 1]
 
 

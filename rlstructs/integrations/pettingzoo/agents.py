@@ -44,11 +44,12 @@ class AgentGroup:
         space: the observation space of each.
 
     Attributes:
+        env: the environment.
         acts: for each of the agents, whether it acts in the next step.
     """
 
     def __init__(self, env: ParallelEnv, number: int, agents: Sequence[Any], space: gymnasium.Space[Any]) -> None:
-        self._env, self._number, self._agents, self._space = env, number, agents, space
+        self.env, self._number, self._agents, self._space = env, number, agents, space
         self._known = frozenset(agents)
         self.acts = [False] * len(agents)
 
@@ -62,11 +63,11 @@ class AgentGroup:
         if options is not None:
             arguments["options"] = copy.deepcopy(options)  # the environment may change them
         try:
-            result = self._env.reset(**arguments)
+            result = self.env.reset(**arguments)
         except Exception as error:
-            add_origin(error, "reset", self._env, self._number)
+            add_origin(error, "reset", self.env, self._number)
             raise
-        observations, infos = read_reset(result, self._env, self._number)
+        observations, infos = read_reset(result, self.env, self._number)
         present = self._present()
         if not present:
             raise SpecError(f"{self._describe('reset')} began no episode: the environment's agents are []")
@@ -91,9 +92,9 @@ class AgentGroup:
         """
         given = {agent: action for agent, action, acts in zip(self._agents, actions, self.acts, strict=True) if acts}
         try:
-            result = self._env.step(given)
+            result = self.env.step(given)
         except Exception as error:
-            add_origin(error, "step", self._env, self._number)
+            add_origin(error, "step", self.env, self._number)
             raise
         try:
             shown = self._read(result)
@@ -106,9 +107,9 @@ class AgentGroup:
     def close(self) -> None:
         """Closes the environment."""
         try:
-            self._env.close()
+            self.env.close()
         except Exception as error:
-            add_origin(error, "close", self._env, self._number)
+            add_origin(error, "close", self.env, self._number)
             raise
 
     def _read(self, result: Any) -> list[Shown | None]:
@@ -136,7 +137,7 @@ class AgentGroup:
 
     def _present(self) -> set[Any]:
         """The agents that the environment has now."""
-        present = set(self._env.agents)
+        present = set(self.env.agents)
         if not present <= self._known:
             unknown = sorted(map(str, present - self._known))
             raise SpecError(f"{self._describe('agents')} has {unknown}, which possible_agents lacks")
@@ -144,7 +145,7 @@ class AgentGroup:
 
     def _check_result(self, result: Any, given: Mapping[Any, Any]) -> None:
         """Raises SpecError if a step gave something wrong."""
-        check_step(result, self._env)
+        check_step(result, self.env)
         acting, coming = tuple(given), tuple(self._present() - set(given))
         for name, found in zip(STEP, result, strict=True):
             needed = {"observation": (*acting, *coming), "info": ()}.get(name, acting)
@@ -158,4 +159,4 @@ class AgentGroup:
                 raise SpecError(f"{self._describe(call)} gave no {name} of agent {agent!r}, only of {list(found)}")
 
     def _describe(self, call: str) -> str:
-        return f"environment {self._number} ({self._env}): {call}"
+        return f"environment {self._number} ({self.env}): {call}"

@@ -15,6 +15,7 @@ from rlstructs.envs.observation_columns import ObservationRows
 from rlstructs.envs.reset_options import split_options
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
 from rlstructs.envs.row_layout import RowLayout
+from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.space_tree import nest
 from rlstructs.envs.spaces import example_value
 from rlstructs.envs.vec_env import NO_INFO
@@ -161,6 +162,10 @@ class ParallelEnvs(RowDefaults):
     def defers_resets(self) -> bool:
         """See `RowEnv.defers_resets`."""
         return self._reset_at == ROLLOUT
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """See `RowEnv.single_envs`."""
+        return [SingleEnv(group.env) for group in self._groups]
 
     def example(self) -> Rows:
         """First observations as `reset` would return them, made from the spaces alone."""

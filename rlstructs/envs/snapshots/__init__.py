@@ -1,0 +1,28 @@
+"""The state of environments in the middle of their episodes: how an exact state of a batcher brings them back.
+
+`register` says how objects of a simulator are saved; those of ALE and MuJoCo are known.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlstructs.envs.snapshots.adapters import register
+    from rlstructs.envs.snapshots.env_state import EnvState, bring_back, take_state
+
+_EXPORTS = {
+    "EnvState": "env_state",
+    "bring_back": "env_state",
+    "register": "adapters",
+    "take_state": "env_state",
+}
+
+__all__ = ["EnvState", "bring_back", "register", "take_state"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

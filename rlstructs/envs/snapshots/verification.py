@@ -1,0 +1,177 @@
+"""Verifies that copies of environments are like these: two copies are made, and stepped with the same actions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlstructs.envs.action_reader import ActionReader
+from rlstructs.envs.row_env import RowEnv, Step
+from rlstructs.envs.single_env import SingleEnv
+from rlstructs.envs.snapshots.comparison import find_difference
+from rlstructs.envs.snapshots.methods import PICKLE, CopyError, NewEnvs, make_tokens
+from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
+from rlstructs.errors import SpecError
+from rlstructs.seeding import PrivateStreams
+from rlstructs.structures.dict_tensor import DictTensor
+
+# How many steps copies are compared for.
+N_STEPS = 8
+
+
+class Trial(NamedTuple):
+    """What a verification needs.
+
+    Attributes:
+        make_env: makes new environments like the first ones of a worker.
+        running: int64, the environments that run.
+        action: E rows of an action, for environments that do not tell their action space; None for none.
+    """
+
+    make_env: Callable[[], RowEnv]
+    running: np.ndarray
+    action: DictTensor | None = None
+
+
+def verify(env: RowEnv, methods: Sequence[str], trial: Trial) -> None:
+    """Verifies that these methods bring the environments back; leaves them, and the global streams, as they are.
+
+    Args:
+        env: the environments.
+        methods: the method of each of `env.single_envs()`.
+        trial: how to test them.
+
+    Raises:
+        CopyError: some are not brought back; it says which.
+        SpecError: what is around them cannot be pickled.
+    """
+    singles = env.single_envs()
+    new = NewEnvs(trial.make_env), NewEnvs(trial.make_env, is_dirty=True)
+    copies: list[RowEnv] = []
+    with PrivateStreams()():
+        pickled = _pickle(env, singles, methods)
+        try:
+            for each in new:
+                copies.append(_unpickle(pickled, each, methods))
+            _compare_attributes(singles, copies[0].single_envs(), methods)
+            _compare_steps(copies, Actions(env, trial.action), trial.running, len(singles))
+        finally:
+            for made in (*copies, *new):
+                with contextlib.suppress(Exception):
+                    made.close() if not isinstance(made, NewEnvs) else made.close_unused()
+
+
+def _pickle(env: RowEnv, singles: Sequence[SingleEnv], methods: Sequence[str]) -> Pickled:
+    tokens = make_tokens(singles, methods)
+    try:
+        return dumps(env, tokens)
+    except Exception as error:
+        reasons = {}
+        for k, (single, method) in enumerate(zip(singles, methods, strict=True)):
+            try:
+                dumps(single.env if method == PICKLE else [token for token in tokens.values() if token[1] == k], tokens)
+            except Exception as own:
+                reasons[k] = f"{type(own).__name__}: {own}"
+        if not reasons:
+            raise SpecError(f"environment: a {type(env).__name__} cannot be pickled: {error}") from error
+        raise CopyError(reasons) from error
+
+
+def _unpickle(pickled: Pickled, new: NewEnvs, methods: Sequence[str]) -> RowEnv:
+    try:
+        found: RowEnv = loads(pickled, new.resolve)
+        return found
+    except CopyError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise CopyError(
+            {k: why for k, method in enumerate(methods) if method == PICKLE or PICKLE not in methods}
+        ) from error
+
+
+def _compare_attributes(singles: Sequence[SingleEnv], copies: Sequence[SingleEnv], methods: Sequence[str]) -> None:
+    """Compares pickled environments with their copies: a class may pickle less than its state."""
+    reasons = {}
+    for k, (single, other, method) in enumerate(zip(singles, copies, methods, strict=True)):
+        if method == PICKLE and (path := find_difference(single.env, other.env)):
+            reasons[k] = f"{path} is lost"
+    if reasons:
+        raise CopyError(reasons)
+
+
+def _compare_steps(copies: Sequence[RowEnv], actions: Actions, running: np.ndarray, n_singles: int) -> None:
+    """Steps two copies with the same actions and the same global streams, and compares what they show."""
+    n_rows = copies[0].n_envs() // n_singles
+    streams = [PrivateStreams() for _ in copies]
+    for _ in range(N_STEPS if actions else 0):
+        if not running.size:
+            return
+        action = actions.draw(running)
+        shown: list[Any] = []
+        for env, own in zip(copies, streams, strict=True):
+            with own():
+                try:
+                    shown.append(_read(env.step_rows(action)))
+                except Exception as error:
+                    shown.append(f"{type(error).__name__}: {error}")
+        if isinstance(shown[0], str) and shown[0] == shown[1]:
+            return  # such an action is not allowed
+        if path := find_difference(*shown):
+            raise CopyError(
+                dict.fromkeys(_find_rows(*shown, running // n_rows), f"two copies do not show the same ({path})")
+            )
+        kept = shown[0]["kept"]
+        running = running if kept is None else running[kept]
+
+
+def _read(step: Step) -> dict[str, Any]:
+    """All that a step shows, copied."""
+    after = {key: array.copy() for key, array in step.after.arrays().items()}
+    fresh = {} if step.fresh is None else {key: array.copy() for key, array in step.fresh.arrays().items()}
+    return {"after": after, "fresh": fresh, "reset": step.reset, "kept": step.kept, "idle": step.idle}
+
+
+def _find_rows(one: Any, other: Any, owners: np.ndarray) -> set[int]:
+    """The environments whose rows differ after a step; all of them if that is not known."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = {
+            int(owner)
+            for row, owner in enumerate(owners)
+            if any(array[row].tobytes() != other["after"][key][row].tobytes() for key, array in one["after"].items())
+        }
+        if found:
+            return found
+    return set(owners.tolist())
+
+
+class Actions:
+    """Random actions of environments.
+
+    Args:
+        env: the environments.
+        example: E rows of an action, for environments that do not tell their action space.
+    """
+
+    def __init__(self, env: RowEnv, example: DictTensor | None) -> None:
+        self._space, self._example = copy.deepcopy(getattr(env, "action_space", None)), example
+        if self._space is not None:
+            self._space.seed(0)
+            self._leaves = ActionReader(self._space).leaves
+
+    def __bool__(self) -> bool:
+        return self._space is not None or self._example is not None
+
+    def draw(self, running: np.ndarray) -> DictTensor:
+        """Draws an action for each running environment."""
+        if self._space is None:
+            assert self._example is not None
+            return self._example.index(torch.from_numpy(running))
+        samples = [self._space.sample() for _ in running]
+        columns = {leaf: [np.asarray(leaf.pick(one), leaf.dtype) for one in samples] for leaf in self._leaves}
+        return DictTensor({ActionReader.key(leaf): torch.from_numpy(np.stack(c)) for leaf, c in columns.items()})
