@@ -29,7 +29,8 @@ class Checkpoint:
 
     Each checkpoint is a folder of its own in the folder. It is complete before it counts, so whenever the program is
     killed, the last one remains. Of a large memory only the rows that were written since the last checkpoint are
-    written again. Reading one executes nothing from it.
+    written again. Reading one executes nothing from it, but for the exact state of a batcher, in which agents and some
+    environments are pickled: restore a checkpoint only from someone whom you trust.
 
     Args:
         folder: where checkpoints are; it is made with the first one. None saves and restores nothing.

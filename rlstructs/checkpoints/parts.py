@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rlstructs.batcher import state_dict
+from rlstructs.batcher.base import BatcherBase
 from rlstructs.checkpoints.random_states import collect_states, plan_states
 from rlstructs.checkpoints.trees import load_tree, save_tree
 from rlstructs.checks import clean_text
@@ -121,6 +123,8 @@ class BatcherPart(StatePart):
     """
 
     def __init__(self, label: str, owner: Any, exact: bool | str) -> None:
+        if not isinstance(owner, BatcherBase):
+            raise TypeError(f"{label} must be an RL_Batcher or RayBatcher, got a {type(owner).__name__}")
         super().__init__(label, owner)
         self._exact = exact
 
@@ -128,7 +132,7 @@ class BatcherPart(StatePart):
         return self._owner.state_dict(exact=self._exact)
 
     def _plan(self, tree: Any) -> Restore:
-        self._owner.check_state_dict(tree)  # rlstructs alone knows it
+        state_dict.check(tree, self._owner.state_dict())
         return lambda: self._owner.load_state_dict(tree)
 
 
