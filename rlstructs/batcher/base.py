@@ -251,7 +251,7 @@ class BatcherBase:
     def _load_exact(self, exact: dict[str, Any]) -> None:
         found, phase = exact_format.unpack(self._engine, exact)
         with defer_first_interrupt(), self._life.note_failures("load_state_dict"):
-            load_engine_state(self._engine, found, phase)
+            load_engine_state(self._engine, found)
             self._life.phase = phase
 
     def close(self) -> None:

@@ -177,6 +177,7 @@ class RL_Batcher(BatcherBase):
         seed: int | None = None,
         env_args: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
+        episode_seeds: bool = False,
         **settings: Any,
     ) -> Self:
         """Makes a batcher of environments that start new episodes by themselves: the short form of the constructor.
@@ -193,6 +194,7 @@ class RL_Batcher(BatcherBase):
             n_timesteps, device: see the constructor.
             seed: `seeds` of the constructor.
             env_args: further arguments of `gymnasium.make`, or of the function.
+            episode_seeds: see `GymEnv`; only for single environments.
             settings: further arguments of the constructor, by name.
 
         Raises:
@@ -207,7 +209,7 @@ class RL_Batcher(BatcherBase):
         """
         from rlstructs.batcher.make import constructor_arguments  # imports gymnasium
 
-        arguments = constructor_arguments(env, agent, n_envs, n_workers, env_args, device)
+        arguments = constructor_arguments(env, agent, n_envs, n_workers, env_args, device, episode_seeds)
         return cls(n_timesteps, seeds=seed, **arguments, **settings)
 
     def rollouts(self, n_steps: int | None = None) -> Iterator[Trajectories]:

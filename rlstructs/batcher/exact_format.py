@@ -3,8 +3,8 @@
 It holds dicts, lists, tensors, numbers and texts:
 
     phase                   of the batcher
-    settings                what must be the same in the batcher that loads it: n_timesteps, run_ahead, and how many
-                            workers each of its records stands for
+    settings                what must be the same in the batcher that loads it: n_timesteps, run_ahead, and either
+                            `workers`, a 1 for each, or `nodes`, the number of workers of each
     environments            for each: its worker, its name, and the method that brings it back
     trainer                 a pickled `TrainerState`
     jobs                    the states of the jobs, pickled
@@ -33,14 +33,14 @@ KEYS = {"phase", "settings", "environments", "trainer", "jobs"}
 def pack(engine: Engine, state: EngineState, phase: Phase) -> dict[str, Any]:
     """Makes the exact part of a state dict; warns where new episodes begin."""
     for worker, job in enumerate(state.jobs):
-        if job.begins_episodes:
+        if job.why:
             warnings.warn(
                 f"state_dict: all environments of {engine.supervisor.noun} {worker} begin new episodes: {job.why}",
                 stacklevel=4,
             )
     jobs = [job.as_dict() for job in state.jobs]
     trainer = dumps(state.trainer).as_tensors()
-    _share_equal([trainer, *jobs])
+    _share_equal([trainer, *(part for job in jobs for part in job.get("workers", [job]))])
     return {
         "phase": phase.name,
         "settings": _list_settings(engine),
@@ -77,7 +77,7 @@ def _list_settings(engine: Engine) -> dict[str, Any]:
     return {
         "n_timesteps": layout.n_timesteps,
         "run_ahead": supervisor.run_ahead,
-        f"workers of each {supervisor.noun}": supervisor.record_sizes,
+        f"{supervisor.noun}s": supervisor.record_sizes,
     }
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlstructs.batcher.engine import Engine
-from rlstructs.batcher.lifecycle import Phase
 from rlstructs.batcher.metrics import Meter
 from rlstructs.batcher.supervisor import MAX_ATTEMPTS, Supervisor
 from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord
@@ -98,13 +97,12 @@ def take_engine_state(engine: Engine, best: bool) -> EngineState | Exception:
     return EngineState(_take_trainer_state(engine, jobs), jobs)
 
 
-def load_engine_state(engine: Engine, state: EngineState, phase: Phase) -> None:
+def load_engine_state(engine: Engine, state: EngineState) -> None:
     """Brings an engine to a state: the last update, the jobs, then what its own process knows.
 
     Args:
         engine: the engine; its rollouts are finished, and dropped.
         state: what `take_engine_state` of an engine with the same workers returned.
-        phase: of the batcher.
     """
     supervisor, trainer = engine.supervisor, state.trainer
     supervisor.settle()
@@ -123,7 +121,7 @@ def load_engine_state(engine: Engine, state: EngineState, phase: Phase) -> None:
     supervisor.pool.settle(requests)
     gather_values(requests)  # raises what failed
     _load_trainer_state(engine, trainer)
-    if phase is not Phase.NEW:
+    if any(job.methods for job in state.jobs):  # they were reset
         supervisor.expect_reset()
     engine.begin_successors()
 
@@ -190,7 +188,7 @@ def _take_trainer_state(engine: Engine, jobs: list[Any]) -> TrainerState:
         engine.meter,
         engine.policy_version,
         engine.version_before,
-        engine.outbox.read_last(),
+        engine.outbox.read_last() or jobs[0].last_update,
     )
 
 

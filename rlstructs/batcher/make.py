@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import check_count
+from rlstructs.envs.gym_env import GymEnvInf
 from rlstructs.envs.registry import env_factory
 from rlstructs.errors import SpecError
 from rlstructs.rollout.makers import Makers
@@ -17,8 +19,9 @@ from workers.limits import n_cores
 
 
 def constructor_arguments(
-    env: Any, agent: Any, n_envs: int, n_workers: int | None, env_args: Mapping[str, Any] | None, device: Any
-) -> dict[str, Any]:
+    env: Any, agent: Any, n_envs: int, n_workers: int | None, env_args: Mapping[str, Any] | None, device: Any,
+    episode_seeds: bool,
+) -> dict[str, Any]:  # fmt: skip
     """The arguments of the constructor that follow from those of `RL_Batcher.make`.
 
     Raises:
@@ -29,7 +32,8 @@ def constructor_arguments(
         agent = copy_plain(agent)  # a wrapped or parametrised module cannot be sent to a worker
     elif agent is not None and not callable(agent):
         raise TypeError(f"agent must be an RL_Agent, a torch.nn.Module or a function, got {type(agent).__name__}")
-    makers = Makers(env_factory(env, env_args), agent, n_envs // max(1, n_workers), device)
+    kind = partial(GymEnvInf, episode_seeds=True) if episode_seeds else GymEnvInf
+    makers = Makers(env_factory(env, env_args), agent, n_envs // max(1, n_workers), device, kind)
     return {
         "create_agent": makers.create_agent,
         "agent_args": {},

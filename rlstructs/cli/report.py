@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlstructs.checks import LONGEST_NAME, clean_text
+from rlstructs.cli.states import describe_state, read_state
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
@@ -113,10 +114,15 @@ def summary(settings: Settings, collected: Collected, written: list[str]) -> str
 def describe(path: Path) -> Iterator[str]:
     """Describes the content of a file, or of a folder of rollouts, line by line; a folder is read part by part.
 
+    A file may hold trajectories, or the state of a batcher.
+
     Raises:
         FileNotFoundError: there is no such file.
         FileError, SpecError: it is not ours, or damaged.
     """
+    if path.suffix == ".pt" and (state := read_state(path)) is not None:
+        yield from describe_state(path, state)
+        return
     paths = list_parts(path) if path.is_dir() else [path]
     try:
         headers = [layout.read_header(part) for part in paths]

@@ -24,13 +24,13 @@ class Broadcast:
         self._check_size, self.version = check_size, 0
 
     def pack(self, info: Any) -> Any:
-        """Returns what to send for an update: its bytes, or a reference to Ray's object store if it is large.
+        """Returns what to send for an update, or a `Parcel` of one: its bytes, or a reference to the object store.
 
         Raises:
             OutOfMemoryError: an object store is too small.
             Exception: `info` cannot be pickled.
         """
-        parcel = Parcel.of(info)
+        parcel = info if isinstance(info, Parcel) else Parcel.of(info)
         n_bytes = parcel.nbytes + len(parcel.pickled)
         self._check_size(n_bytes)
         return cluster.share((self.version + 1, parcel.as_bytes()), n_bytes)
@@ -38,6 +38,9 @@ class Broadcast:
     def record_sent(self, packed: Any, requests: list[Future]) -> None:
         """Counts the update."""
         self.version += 1
+
+    def read_last(self) -> None:
+        """None: nodes have the last update."""
 
     def forget(self, workers: Collection[int]) -> None:
         """Does nothing: Ray knows which node still needs which update."""

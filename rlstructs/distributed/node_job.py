@@ -15,8 +15,10 @@ from rlstructs.batcher.arguments import RunSettings
 from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.engine import start_engine
 from rlstructs.batcher.evaluation import run_evaluation
+from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
+from rlstructs.distributed.node_state import NodeState, OwnState
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.moments import Moments
 from rlstructs.rollout.job import FailureGuard
@@ -215,6 +217,23 @@ class NodeJob:
         with FailureGuard(self):
             self._engine.renew(list(states)[self._workers])
             self._all_ended = False
+
+    def take_state(self, best: bool) -> NodeState:
+        """Takes the exact state of the job; see `take_engine_state`."""
+        if self.error is not None:
+            raise self.error
+        found = take_engine_state(self._engine, best)
+        if isinstance(found, Exception):
+            raise found from found.__cause__
+        return NodeState(found, OwnState(self._infos, self._agent_info, self._all_ended, self._new_episodes))
+
+    def load_state(self, state: NodeState, seed: int) -> None:
+        """Brings the job to an exact state; each worker has a seed of its own, so that `seed` is not used."""
+        with FailureGuard(self):
+            self.end_evaluation()
+            self._last = None
+            self._infos, self._agent_info, self._all_ended, self._new_episodes = state.own
+            load_engine_state(self._engine, state.engine)
 
     def begin_evaluation(
         self,

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.worker_record import CLOCK_FIELDS, RolloutOrder, WorkerRecord, describe_times
+from rlstructs.distributed.node_state import NodeState
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
@@ -26,9 +27,11 @@ class NodeRecord(WorkerRecord):
 
     Attributes:
         states: the states of its workers after its last rollout that was handed out; None if there was none.
+        n_lost_in_states: how many of its lost rollouts are in the states of its workers.
     """
 
     states: list[dict[str, Any]] | None = None
+    n_lost_in_states: int = 0
 
     def set_clock(self, clock: Any) -> None:
         self.states = clock
@@ -70,13 +73,11 @@ class NodeSupervisor(Supervisor):
     with the next seeds of their streams.
     """
 
-    noun, record_class = "node", NodeRecord
+    noun, record_class, job_state_class = "node", NodeRecord, NodeState
 
     def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
         super().__init__(pool, policy, max_restarts, run_ahead)
         self._nodes = pool
-        # By node, how many of its lost rollouts are in the states of its workers.
-        self._n_lost_in_states = [0] * pool.n_workers
         # Requests whose reply nobody has waited for, each with the number of the node's first rollout after it.
         self._unconfirmed: list[tuple[Future, int]] = []
 
@@ -123,7 +124,6 @@ class NodeSupervisor(Supervisor):
         """Has every worker make new environments; nodes derive the seeds themselves."""
         self.settle()
         self.records = [NodeRecord(n_ordered=record.n_ordered) for record in self.records]
-        self._n_lost_in_states = [0] * len(self.records)
         self._lasting.pop("reset", None)
         for node in self._nodes.nodes:  # if it turns out to be dead, its successor continues the same streams
             node.report["states"] = states[node.workers.start : node.workers.stop]
@@ -171,13 +171,15 @@ class NodeSupervisor(Supervisor):
         return failures
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
-        nodes, n_lost = self._nodes.nodes, list(self._n_lost_in_states)
+        nodes, records = self._nodes.nodes, cast(list[NodeRecord], self.records)
+        n_lost = [record.n_lost_in_states for record in records]
         states = [nodes[index].report["states"] for index in indexes]
         try:
             return super()._replace(indexes)
         except BaseException as error:
             if not isinstance(error, Exception):  # interrupted: the next call replaces them
-                self._n_lost_in_states = n_lost
+                for record, n in zip(records, n_lost, strict=True):
+                    record.n_lost_in_states = n
                 for index, state in zip(indexes, states, strict=True):
                     nodes[index].report["states"] = state
             raise
@@ -185,8 +187,8 @@ class NodeSupervisor(Supervisor):
     def _make_successor_arguments(self, index: int) -> tuple[Any, ...]:
         """Returns the states from which the workers of a successor continue; each has one more restart."""
         self._unconfirmed = [(each, number) for each, number in self._unconfirmed if each.index != index]
-        n_lost = self.records[index].n_lost - self._n_lost_in_states[index]
-        self._n_lost_in_states[index] = self.records[index].n_lost
+        record = cast(NodeRecord, self.records[index])
+        n_lost, record.n_lost_in_states = record.n_lost - record.n_lost_in_states, record.n_lost
         report = self._nodes.nodes[index].report
         states = [
             {**state, **NEW_CLOCK, RESTARTS: state[RESTARTS] + 1, LOST: state[LOST] + n_lost}

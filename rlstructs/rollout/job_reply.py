@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from rlstructs.envs.snapshots.methods import NEW_EPISODE
 from rlstructs.envs.snapshots.pickler import Pickled
+from rlstructs.shared.weights import Parcel
 
 
 class JobState(NamedTuple):
@@ -28,6 +29,11 @@ class JobState(NamedTuple):
     def begins_episodes(self) -> bool:
         """Whether all environments of the worker begin new episodes."""
         return NEW_EPISODE in self.methods
+
+    @property
+    def last_update(self) -> Parcel | None:
+        """The last update, if only the job has it: None."""
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of lists, texts and tensors, which `torch.load(weights_only=True)` reads."""

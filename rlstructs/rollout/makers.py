@@ -41,7 +41,7 @@ class Makers:
         agent: Any,
         n_envs: int,
         device: torch.device | str = "cpu",
-        kind: type[GymEnv] = GymEnvInf,
+        kind: Callable[..., GymEnv] = GymEnvInf,
     ) -> None:
         self._make, self._agent, self._n_envs, self._device, self._kind = env, agent, n_envs, device, kind
         self._spaces: dict[str, Any] = {}

@@ -607,6 +607,24 @@ def test_info_says_what_is_in_a_file(run, tmp_path, content, lines, ending):
     assert re.fullmatch(rf"{path}: {lines[0]}, 0\.00 MB", first)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_info_says_what_is_in_the_state_of_a_batcher(run, tmp_path, exact):
+    with RL_Batcher.make("CartPole-v1", n_envs=2, n_workers=0, n_timesteps=10, seed=7) as batcher:
+        batcher.reset()
+        batcher.execute()
+        batcher.get()
+        torch.save(batcher.state_dict(exact=exact), tmp_path / "state.pt")
+    code, stdout, stderr = run("info", tmp_path / "state.pt")
+    first, *rest = stdout.splitlines()
+    kind, version = ("exact state", 2) if exact else ("state", 1)
+    assert re.fullmatch(rf".*state.pt: {kind} of rlstructs.RL_Batcher, version {version}, 0\.\d\d MB", first)
+    lines = ["  workers: 1, with 2 environments each; seeds: 7", "  steps: 20; updates: 0"]
+    ahead = ["  phase: READY", "  n_timesteps: 10", "  run_ahead: 0",
+             "  environments: 2 x CartPole-v1, brought back by pickle"]  # fmt: skip
+    lines += ahead if exact else ["  environments: new ones will begin new episodes"]
+    assert (code, stderr, rest) == (0, "", lines)
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_pipe_that_nobody_reads_ends_it_silently(start, subprocess_env, unbuffered):
     subprocess_env["PYTHONUNBUFFERED"] = unbuffered

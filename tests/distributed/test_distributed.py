@@ -162,6 +162,35 @@ def test_a_state_goes_on_in_the_same_way_when_a_node_is_found_dead(cluster):
         assert [worker["stream"] for worker in nodes.state_dict()["workers"]] == [1, 1]
 
 
+def test_an_exact_state_goes_on_bit_for_bit(cluster):
+    def go_on(batcher):
+        found = []
+        for number in range(4):
+            if number:
+                batcher.execute()
+            found.append(batcher.get())
+            batcher.update({"a": torch.arange(3.0) - number, "b": torch.tensor(number, dtype=torch.bfloat16)})
+        moments = {name: (kept.count, kept.m2.tolist()) for name, kept in batcher.statistics().items()}
+        return found, batcher.episodes(), moments, [worker["steps"] for worker in batcher.stats()["workers"]]
+
+    arguments = {"n_nodes": 2, "run_ahead": 1}
+    with cartpoles(RayBatcher, 3, **arguments) as batcher:
+        reset(batcher)
+        for number in range(3):
+            batcher.execute(agent_info(9, 0.3) if number == 1 else None)
+            batcher.get()
+            batcher.update({"a": torch.arange(3.0) + number, "b": torch.tensor(number, dtype=torch.bfloat16)})
+        batcher.execute()
+        state = batcher.state_dict(exact=True)
+        expected = go_on(batcher)
+    assert [each["method"] for each in state["exact"]["environments"]] == ["pickle"] * 9
+    with cartpoles(RayBatcher, 3, **arguments) as other:
+        other.load_state_dict(state)
+        assert go_on(other) == expected
+    with cartpoles(RL_Batcher, 3, run_ahead=1) as alone, pytest.raises(SpecError, match="workers is None in the exact"):
+        alone.load_state_dict(state)
+
+
 def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
     example = str(Path(__file__).parents[2] / "examples" / "ppo.py")
     arguments = ["--n-envs", "2", "--n-timesteps", "16", "--n-steps", "1024", "--n-eval", "10"]

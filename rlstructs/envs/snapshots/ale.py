@@ -15,8 +15,11 @@ def save(env: Any) -> tuple[Any, ...]:
 
 def load(saved: tuple[Any, ...]) -> Any:
     """Makes an `AtariEnv` in a saved state."""
+    from ale_py.env import AtariEnv
+
     kind, args, kwargs, others, state = saved
-    env = kind(*args, **kwargs)
+    env = kind.__new__(kind)
+    env.ale = AtariEnv(*args, **kwargs).ale  # a derived class may take other arguments
     vars(env).update(others)
     env.ale.restoreState(state)
     return env

@@ -173,5 +173,8 @@ class Actions:
             assert self._example is not None
             return self._example.index(torch.from_numpy(running))
         samples = [self._space.sample() for _ in running]
-        columns = {leaf: [np.asarray(leaf.pick(one), leaf.dtype) for one in samples] for leaf in self._leaves}
-        return DictTensor({ActionReader.key(leaf): torch.from_numpy(np.stack(c)) for leaf, c in columns.items()})
+        columns: dict[str, torch.Tensor] = {}
+        for leaf in self._leaves:
+            values = [np.asarray(leaf.pick(sample), leaf.dtype) for sample in samples]
+            columns[ActionReader.key(leaf)] = torch.from_numpy(np.stack(values))
+        return DictTensor(columns)

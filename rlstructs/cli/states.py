@@ -1,0 +1,51 @@
+"""Describes the saved state of a batcher."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlstructs.batcher.state_dict import FORMAT
+from rlstructs.checks import LONGEST_NAME, clean_text
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """Reads what `RL_Batcher.state_dict` returned and `torch.save` wrote; None if a file holds something else."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+    except Exception:  # whoever reads it as trajectories says what is wrong
+        return None
+    return state if isinstance(state, dict) and state.get("format") == FORMAT else None
+
+
+def describe_state(path: Path, state: dict[str, Any]) -> Iterator[str]:
+    """Describes a state, line by line."""
+    exact = state.get("exact")
+    kind = "exact state" if exact else "state"
+    yield f"{path}: {kind} of {FORMAT}, version {_text(state.get('version'))}, {path.stat().st_size / 1e6:,.2f} MB"
+    batcher = state.get("batcher") or {}
+    n_workers, n_envs = batcher.get("n_processes"), batcher.get("n_envs")
+    yield f"  workers: {_text(n_workers)}, with {_text(n_envs)} environments each; seeds: {_text(state.get('seeds'))}"
+    yield f"  steps: {_text(state.get('steps'))}; updates: {_text(state.get('weights_version'))}"
+    for worker in state.get("workers") or []:
+        if worker.get("restarts"):
+            yield f"  restarts: {_text(worker['restarts'])}, lost rollouts: {_text(worker.get('lost_rollouts'))}"
+    if not exact:
+        yield "  environments: new ones will begin new episodes"
+        return
+    yield f"  phase: {_text(exact.get('phase'))}"
+    for name in ("n_timesteps", "run_ahead", "nodes"):
+        if name in (settings := exact.get("settings", {})):
+            yield f"  {name}: {_text(settings[name])}"
+    counts = Counter((_text(each.get("name")), _text(each.get("method"))) for each in exact.get("environments", []))
+    for (name, method), n in counts.items():
+        yield f"  environments: {n:,} x {name}, brought back by {method}"
+
+
+def _text(value: Any) -> str:
+    """A value of a file, which may hold control sequences for the terminal, as text."""
+    return clean_text(str(value), LONGEST_NAME)
