@@ -151,17 +151,12 @@ def make_sac():
     )  # fmt: skip
     memory = RandomMemory(memory_size=100, num_envs=4, device="cpu", seed=0)  # a ring that wraps
     infos = DictTensor({"greedy": torch.zeros(4, dtype=torch.bool)})
-    alpha = torch.nn.Module()
-    alpha.log_alpha = torch.nn.Parameter(learner.log_alpha.data)
-    learner.log_alpha = alpha.log_alpha
-    learner.optimizers[2] = torch.optim.Adam([alpha.log_alpha], lr=args.learning_rate)
-    models = {"actor": learner.actor, "critics": learner.critics, "targets": learner.targets, "alpha": alpha}
-    optimizers = dict(zip(("critics", "actor", "alpha"), learner.optimizers, strict=True))
 
     def learn(batch, n):
         return learner.learn(memory)["critic_loss"] if n > 3 else 0.0
 
-    return batcher, memory, models, optimizers, lambda n: {} if n else {"agent_info": infos}, learn
+    models = {"actor": learner.actor, "learner": learner}
+    return batcher, memory, models, learner.optimizers, lambda n: {} if n else {"agent_info": infos}, learn
 
 
 def make_dqn():

@@ -33,7 +33,8 @@ class Checkpoint:
     environments are pickled: restore a checkpoint only from someone whom you trust.
 
     Args:
-        folder: where checkpoints are; it is made with the first one. None saves and restores nothing.
+        folder: where checkpoints are; it is made with the first one. None, or "", saves and restores
+            nothing.
         batcher: an `RL_Batcher` or `RayBatcher`; its state is an exact one.
         memory: a memory of `rlstructs.memories`, a buffer of `rlstructs.replay`, or a `RayReplay`.
         model: a network, or anything else with `state_dict` and `load_state_dict`.
@@ -74,7 +75,7 @@ class Checkpoint:
             raise SpecError(f"exact must be True, False or 'best', got {exact!r}")
         given = {"memory": memory, "model": model, "optimizer": optimizer, "batcher": batcher}
         self._parts = _make_parts(given, extra, rng, exact)
-        self._folder = None if folder is None else CheckpointFolder(Path(folder))
+        self._folder = CheckpointFolder(Path(folder)) if folder else None
         self._newest: Path | None = None  # what was saved or restored last
         self._last_time = time.monotonic()
         self._preemption = Preemption()
