@@ -10,8 +10,8 @@ policy's. It prints at the end the mean return of `--n-eval` episodes with mean 
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/sac` keeps its metrics there (either
-needs `rlstructs[plot]`), `--track wandb:PROJECT` and `--track trackio:PROJECT` likewise. `--checkpoint FOLDER` saves the
-training every minute, and at SIGTERM, which ends it; run again it goes on. HalfCheetah needs `gymnasium[mujoco]`.
+needs `rlstructs[plot]`), `--track wandb:PROJECT` and `--track trackio:PROJECT` likewise. `--checkpoint FOLDER` saves
+the training every minute, and at SIGTERM, which ends it; run again it goes on. HalfCheetah needs `gymnasium[mujoco]`.
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ class Learner(nn.Module):
         alpha = self.log_alpha.exp().detach()
         critic_loss = self.step("critics", self.critic_loss(alpha, *batch))
         actions, log_probs = self.actor.sample(batch[0])
-        gains = torch.minimum(*self.critics(batch[0], actions))
-        actor_loss = self.step("actor", (alpha * log_probs - gains).mean())
+        actor_loss = self.step("actor", (alpha * log_probs - torch.minimum(*self.critics(batch[0], actions))).mean())
         self.step("alpha", -self.log_alpha * (log_probs.detach().mean() + self.wanted_entropy))
         with torch.no_grad():
             for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
@@ -172,8 +171,7 @@ class Log:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         self.path, self.start = args.plot, time.perf_counter()
-        # Steps and returns of the episodes; `curve`: the mean return of the latest 100, after so many steps.
-        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}  # of episodes; means of the latest 100
 
     @property
     def n_steps(self) -> int:
