@@ -20,6 +20,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rlstructs.errors import FileError, StateError
@@ -34,6 +35,8 @@ NEW, OLD = ".new", ".old"
 MANIFEST = "checkpoint.json"
 # Seconds to wait for the lock: a process that was killed leaves it to others a moment later.
 LOCK_DELAY, LOCK_POLL = 5.0, 0.05
+# How many files are written to the disk at a time.
+N_SYNCS = 8
 
 
 class CheckpointFolder:
@@ -195,12 +198,12 @@ def _delete(entry: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     """Writes files and folders to the disk; those that another folder has too are there already."""
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            path = Path(parent) / name
-            if path.stat().st_nlink == 1:
-                _sync(path)
-        _sync(Path(parent))
+    folders = [Path(parent) for parent, _, _ in os.walk(folder, topdown=False)]
+    files = [path for parent in folders for path in parent.iterdir() if path.is_file() and path.stat().st_nlink == 1]
+    with ThreadPoolExecutor(N_SYNCS) as pool:  # file systems write several at once
+        list(pool.map(_sync, files))
+    for each in folders:
+        _sync(each)
 
 
 def _sync(path: Path) -> None:

@@ -99,7 +99,8 @@ def n_written(folder):
     return counts.count(1), len(counts)
 
 
-def test_only_rows_that_are_new_are_written_again(tmp_path):
+def test_only_rows_that_are_new_are_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "LEAST_BYTES", 1 << 17)
     memory = big_memory()
     fill(memory, 20_000)
     checkpoint = Checkpoint(tmp_path, memory=memory)
@@ -117,7 +118,8 @@ def test_only_rows_that_are_new_are_written_again(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["a live tensor", "set_tensor_by_name", "load"])
-def test_rows_that_the_program_changes_in_place_are_noticed(how, tmp_path):
+def test_rows_that_the_program_changes_in_place_are_noticed(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "LEAST_BYTES", 1 << 17)
     memory = big_memory()
     fill(memory, 20_000)
     tensor = memory.get_tensor_by_name("observations") if how == "a live tensor" else None
