@@ -29,7 +29,7 @@ from rlstructs.files.archives import READERS, Reader, npz_checksum
 WHOLE, ENDING = "whole.npz", ".npz"
 KIND = "Segment"
 # The most files of a group, and the fewest bytes of a file that is not the only one of its group.
-MOST_FILES, LEAST_BYTES = 256, 1 << 20
+MOST_FILES, LEAST_BYTES = 128, 1 << 20
 
 
 @dataclass(frozen=True)
