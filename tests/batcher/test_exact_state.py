@@ -11,10 +11,10 @@ import threading
 
 import gymnasium
 import numpy as np
-import psutil
 import pytest
 import torch
 from helpers import Count, rollout
+from processes import wait_until_gone
 
 from rlstructs import (
     DictTensor,
@@ -133,18 +133,12 @@ def test_it_is_loaded_in_the_place_of_what_a_batcher_has_done():
         assert go_on(batcher) == expected
 
 
-def wait_for_end(pid):
-    os.kill(pid, signal.SIGKILL)
-    psutil.Process(pid).wait(60) if psutil.pid_exists(pid) else None
-
-
 def test_successors_of_workers_go_on_too():
     def lose_one(batcher, index):
         os.kill(pid := batcher.stats()["workers"][index]["pid"], signal.SIGKILL)
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            pass
-        while batcher.stats()["workers"][index]["pid"] == pid:
-            batcher.update(5.0)
+        wait_until_gone([pid])
+        batcher.update(5.0)
+        assert batcher.stats()["workers"][index]["pid"] != pid
 
     with made(on_worker_failure="restart") as batcher:
         batcher.update(3.0)

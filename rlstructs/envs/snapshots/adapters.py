@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlstructs.public_names import set_module
-
 
 class Adapter(NamedTuple):
     """Saves objects of one class.
@@ -34,7 +32,6 @@ _READY = {
 }
 
 
-@set_module("rlstructs.envs.snapshots")
 def register(kind: type | str, save: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
     """Says how objects of a class, and of classes derived from it, are saved in an exact state of a batcher.
 

@@ -1,28 +1,89 @@
-"""Saves environments of ALE: the constructor's arguments, the emulator's state, and all other attributes."""
+"""Saves environments of ALE: the constructor's arguments, the emulator's state, and all other attributes.
+
+With sticky actions the emulator also remembers its last action, which is not in the state that it gives. As long as it
+draws that it repeats, the next frames depend on it. `find_last_action` tries them: it plays some frames and compares.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rlstructs.envs.snapshots.adapters import Adapter
 
+# How likely it may be that a search for the last action is not long enough.
+RISK = 1e-15
+
 
 def save(env: Any) -> tuple[Any, ...]:
-    """Describes an `AtariEnv`, with the random stream of its emulator."""
+    """Describes an `AtariEnv`, with the random stream of its emulator, which is left as it was."""
     others = {name: value for name, value in vars(env).items() if name != "ale"}
-    return type(env), env._ezpickle_args, env._ezpickle_kwargs, others, env.ale.cloneState(include_rng=True)
+    state = env.ale.cloneState(include_rng=True)
+    last = find_last_action(env, state)
+    return type(env), env._ezpickle_args, env._ezpickle_kwargs, others, state, last
 
 
 def load(saved: tuple[Any, ...]) -> Any:
     """Makes an `AtariEnv` in a saved state."""
     from ale_py.env import AtariEnv
 
-    kind, args, kwargs, others, state = saved
+    kind, args, kwargs, others, state, last = saved
     env = kind.__new__(kind)
     env.ale = AtariEnv(*args, **kwargs).ale  # a derived class may take other arguments
     vars(env).update(others)
     env.ale.restoreState(state)
+    if last is not None:
+        set_last_action(env.ale, state, last)
     return env
+
+
+def find_last_action(env: Any, state: Any) -> int | None:
+    """An action that has the same effect as the last one; None where the last one has none.
+
+    Args:
+        env: the environment; afterwards it behaves as before.
+        state: that of its emulator.
+
+    Raises:
+        TypeError: actions are continuous, or are always repeated: there are too many of them to try.
+    """
+    ale = env.ale
+    chance = ale.getFloat("repeat_action_probability")
+    if chance == 0 or ale.game_over():
+        return None
+    if env.continuous or chance >= 1:
+        raise TypeError("the emulator repeats actions that it does not tell: use repeat_action_probability=0")
+    expected = _play(ale, chance)
+    for action in map(int, ale.getLegalActionSet()):
+        set_last_action(ale, state, action)
+        if _play(ale, chance) == expected:
+            set_last_action(ale, state, action)
+            return action
+    raise TypeError("no action has the effect of the emulator's last one")
+
+
+def set_last_action(ale: Any, state: Any, action: int) -> None:
+    """Brings an emulator to a state with this last action."""
+    ale.restoreState(state)
+    plain = ale.cloneState()  # without the random stream, so that some frames repeat nothing
+    for _ in range(_count_frames(ale.getFloat("repeat_action_probability"))):
+        ale.restoreState(plain)
+        ale.act(action)
+    ale.restoreState(state)
+
+
+def _play(ale: Any, chance: float) -> list[bytes]:
+    """Plays frames, until the last action before them has no effect any more; returns the state after each."""
+    states = []
+    for _ in range(_count_frames(chance)):
+        ale.act(0)
+        states.append(ale.cloneState(include_rng=True).serialize())
+    return states
+
+
+def _count_frames(chance: float) -> int:
+    """In so many frames one repeats nothing."""
+    return math.ceil(math.log(RISK) / math.log(chance))
 
 
 ADAPTERS = {"ale_py.env.AtariEnv": Adapter(save, load)}

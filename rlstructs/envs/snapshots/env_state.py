@@ -31,7 +31,6 @@ class EnvState(NamedTuple):
     pickled: Pickled
 
 
-@set_module("rlstructs.envs.snapshots")
 def take_state(env: VecEnv, make_env: Callable[[], VecEnv]) -> EnvState:
     """Takes the state of environments, all of which run; they stay as they are.
 
@@ -60,7 +59,6 @@ def take_state(env: VecEnv, make_env: Callable[[], VecEnv]) -> EnvState:
     return EnvState(methods, dumps(env, make_tokens(rows.single_envs(), methods)))
 
 
-@set_module("rlstructs.envs.snapshots")
 def bring_back(state: EnvState, make_env: Callable[[], VecEnv]) -> Any:
     """Makes environments in a state that `take_state` returned. Runs code of whoever made it.
 

@@ -8,7 +8,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -107,7 +107,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
 class _Unpickler(pickling.Unpickler):
     def __init__(self, pickled: Pickled, resolve: Callable[[Any], Any] | None) -> None:
-        super().__init__(io.BytesIO(zlib.decompress(pickled.data)))
+        super().__init__(io.BytesIO(zlib.decompress(pickled.data.data)))
         self._bytes, self._resolve = pickled.storages, resolve
         self._storages: dict[int, torch.UntypedStorage] = {}
 
@@ -131,8 +131,8 @@ def _set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
 
 def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
     """Copies the bytes of a storage on any device."""
-    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-    return cast(np.ndarray, raw.cpu().clone().numpy())
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return raw.cpu().clone().numpy()
 
 
 def _make_storage(raw: np.ndarray, device: str) -> torch.UntypedStorage:
@@ -140,4 +140,4 @@ def _make_storage(raw: np.ndarray, device: str) -> torch.UntypedStorage:
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    return cast(np.ndarray, tensor.detach().cpu().contiguous().numpy())
+    return tensor.detach().cpu().contiguous().numpy()

@@ -61,9 +61,9 @@ def verify(env: RowEnv, methods: Sequence[str], trial: Trial) -> None:
             _compare_attributes(singles, copies[0].single_envs(), methods)
             _compare_steps(copies, Actions(env, trial.action), trial.running, len(singles))
         finally:
-            for made in (*copies, *new):
+            for close in [*(made.close for made in copies), *(each.close_unused for each in new)]:
                 with contextlib.suppress(Exception):
-                    made.close() if not isinstance(made, NewEnvs) else made.close_unused()
+                    close()
 
 
 def _pickle(env: RowEnv, singles: Sequence[SingleEnv], methods: Sequence[str]) -> Pickled:
@@ -120,13 +120,14 @@ def _compare_steps(copies: Sequence[RowEnv], actions: Actions, running: np.ndarr
                     shown.append(_read(env.step_rows(action)))
                 except Exception as error:
                     shown.append(f"{type(error).__name__}: {error}")
-        if isinstance(shown[0], str) and shown[0] == shown[1]:
+        one, other = shown
+        if isinstance(one, str) and one == other:
             return  # such an action is not allowed
-        if path := find_difference(*shown):
-            raise CopyError(
-                dict.fromkeys(_find_rows(*shown, running // n_rows), f"two copies do not show the same ({path})")
-            )
-        kept = shown[0]["kept"]
+        path = "one raises" if isinstance(one, str) != isinstance(other, str) else find_difference(one, other)
+        if path is not None:
+            why = f"two copies do not show the same ({path})"
+            raise CopyError(dict.fromkeys(_find_rows(one, other, running // n_rows), why))
+        kept = one["kept"]
         running = running if kept is None else running[kept]
 
 
