@@ -42,7 +42,8 @@ class Supervisor:
     """
 
     #: The word for a worker in messages, and the classes of its record and of its job's exact state.
-    noun, record_class, job_state_class = "worker", WorkerRecord, JobState
+    noun, record_class = "worker", WorkerRecord
+    job_state_class: Any = JobState
 
     def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
         self.pool = pool

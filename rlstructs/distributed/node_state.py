@@ -39,8 +39,10 @@ class NodeState(NamedTuple):
     engine: EngineState
     own: OwnState
 
-    #: New episodes that begin in its workers are the node's own affair.
-    begins_episodes = False
+    @property
+    def begins_episodes(self) -> bool:
+        """False: where new episodes begin in its workers, the node itself sees to it."""
+        return False
 
     @property
     def names(self) -> list[str]:

@@ -158,8 +158,9 @@ def load_job_state(job: RolloutJob, state: JobState, seed: int) -> None:
 
 
 def _set_agent(job: RolloutJob, agent: Any) -> None:
+    own: Any = job.agent
     if isinstance(agent, tuple) and agent and agent[0] == AGENT:
-        job.agent.set_state(agent[1])
+        own.set_state(agent[1])
     else:
-        job.agent.close()
+        own.close()
         job.agent = agent

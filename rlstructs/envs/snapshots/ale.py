@@ -54,7 +54,7 @@ def find_last_action(env: Any, state: Any) -> int | None:
     if env.continuous or chance >= 1:
         raise TypeError("the emulator repeats actions that it does not tell: use repeat_action_probability=0")
     expected = _play(ale, chance)
-    for action in map(int, ale.getLegalActionSet()):
+    for action in [each.value for each in ale.getLegalActionSet()]:
         set_last_action(ale, state, action)
         if _play(ale, chance) == expected:
             set_last_action(ale, state, action)
