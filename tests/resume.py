@@ -255,6 +255,12 @@ def kill_tree(program):
     program.communicate()
 
 
+def wait_for(program, path):
+    """Waits until a program has made a file, or has ended."""
+    while program.poll() is None and not path.exists():
+        time.sleep(0.002)
+
+
 def last_line(program):
     output, _ = program.communicate()
     assert program.returncode == 0, f"exit code {program.returncode}"
