@@ -1,4 +1,4 @@
-"""A training that is killed, with all of its processes, comes to the same in the end; tests/resume.py has more of them."""
+"""A training that is killed with all of its processes comes to the same in the end; tests/resume.py has more."""
 
 from __future__ import annotations
 
