@@ -5,8 +5,9 @@ r"""Kills trainings again and again, and compares what they come to with what th
 
 Each program trains for a while with a checkpoint in a folder, and prints at the end the checksums of its final weights,
 of the rows and priorities of its memory, and of its scores. It runs once undisturbed. Then the whole tree of its
-processes, trainer and workers, is killed (SIGKILL) at random moments, and it is started again, until that has happened
-so often as asked; the last run goes on to the end. It must print the same.
+processes, trainer and workers, is killed (SIGKILL) at random moments, about half of them while a checkpoint is written,
+and it is started again, until that has happened as often as asked; the last run goes on to the end. It must print the
+same.
 """
 
 from __future__ import annotations
@@ -267,14 +268,20 @@ def last_line(program):
     return output.splitlines()[-1]
 
 
+def is_saving(folder):
+    """Whether a checkpoint is being written, or was when the program was killed."""
+    return any(entry.name.endswith((".new", ".old")) for entry in Path(folder).glob("*"))
+
+
 def disturb(name, folder, n_rollouts, n_kills, longest, rng):
     """Runs a program that is killed so often; returns its last line, and how many of the kills came in a save."""
     in_saves = 0
     for _ in range(n_kills):
         program = start(name, folder, n_rollouts)
-        until = time.monotonic() + rng.uniform(0.1, longest)
-        while time.monotonic() < until and program.poll() is None:
+        until, is_aimed = time.monotonic() + rng.uniform(0.1, longest), rng.random() < 0.5
+        while program.poll() is None and (time.monotonic() < until or (is_aimed and not is_saving(folder))):
             time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.05) if is_aimed else 0.0)
         if program.poll() is not None:  # it came to its end: once more from the beginning
             line = last_line(program)
             for entry in sorted(Path(folder).rglob("*"), reverse=True):
@@ -282,7 +289,7 @@ def disturb(name, folder, n_rollouts, n_kills, longest, rng):
             yield line, in_saves
             continue
         kill_tree(program)
-        in_saves += any(entry.name.endswith((".new", ".old")) for entry in Path(folder).glob("*"))
+        in_saves += is_saving(folder)
     yield last_line(start(name, folder, n_rollouts)), in_saves
 
 

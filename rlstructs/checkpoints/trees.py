@@ -84,7 +84,7 @@ def encode_tree(name: str, tree: Any) -> Any:
 def _encode_array(name: str, array: Any, kind: str) -> dict[str, Any]:
     array = np.asarray(array)
     dtype = array.dtype
-    if dtype.name not in DTYPES:
+    if dtype.name not in DTYPES and kind != JAX:
         raise SpecError(f"{name} is an array of {dtype}, which a checkpoint cannot hold; make it one of plain numbers")
     values = np.frombuffer(bytearray(np.ascontiguousarray(array, dtype.name).tobytes()), np.uint8)
     return {ARRAY: kind, "dtype": dtype.name, "shape": list(array.shape), "bytes": torch.from_numpy(values)}
@@ -104,14 +104,13 @@ def _decode(tree: Any) -> Any:
 
 def _decode_array(tree: Mapping[str, Any]) -> Any:
     values: np.ndarray = tree["bytes"].numpy()
-    array = values.view(DTYPES[tree["dtype"]]).reshape(tree["shape"])
     kind = tree[ARRAY]
-    if kind == NUMPY:
-        return array.copy()
-    if kind == SCALAR:
-        return array[()]
+    if kind in (NUMPY, SCALAR):
+        array = values.view(DTYPES[tree["dtype"]]).reshape(tree["shape"])
+        return array.copy() if kind == NUMPY else array[()]
     import jax
 
+    array = values.view(jax.numpy.dtype(tree["dtype"])).reshape(tree["shape"])  # bfloat16 too
     if kind == KEY:
         return jax.random.wrap_key_data(jax.numpy.array(array), impl=tree["key"])
     return jax.numpy.array(array)

@@ -14,6 +14,7 @@ from frameworks import KINDS
 from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
 
 from rlstructs import Checkpoint, DictTensor, FileError, SpecError, StateError, TemporalDictTensor, Trajectories
+from rlstructs.cli.command import main
 from rlstructs.files import segments
 from rlstructs.memories import files
 from rlstructs.memories.memory import Memory
@@ -161,7 +162,7 @@ def test_a_training_goes_on_with_the_same_numbers(tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     extra = {
         "n": 0, "returns": np.arange(3.0), "mean": np.float64(2.5), "key": jax.random.key(7), "scheduler": scheduler,
-        "old_key": jax.random.PRNGKey(3), "nested": {"a": [torch.ones(2), (1, None)]},
+        "old_key": jax.random.PRNGKey(3), "half": jax.numpy.full(2, 1.5, "bfloat16"), "nested": {"a": [torch.ones(2), (1, None)]},
     }  # fmt: skip
     checkpoint = Checkpoint(tmp_path, model=model, optimizer={"adam": optimizer}, extra=extra)
     assert checkpoint.restore() is None and checkpoint.steps == []
@@ -181,6 +182,7 @@ def test_a_training_goes_on_with_the_same_numbers(tmp_path):
     assert (bits(again.state_dict()), *numbers) == wanted
     assert found["n"] == 4 and found["returns"].tolist() == [0, 1, 2] and found["mean"] == 2.5
     assert jax.random.normal(found["key"]) == jax.random.normal(extra["key"])
+    assert found["half"].tolist() == [1.5, 1.5] and found["half"].dtype == "bfloat16"
     assert found["old_key"].tolist() == [0, 3] and found["nested"]["a"][1] == (1, None)
 
 
@@ -271,6 +273,15 @@ def test_a_folder_has_one_training_at_a_time(tmp_path, monkeypatch):
         first.save(7)
     second.save(6)
     assert second.steps == [5, 6]
+
+
+def test_the_command_says_what_is_in_a_folder(tmp_path, capsys):
+    checkpoint = saved_training(tmp_path / "runs")[0]
+    checkpoint.save(3)
+    assert main(["info", str(tmp_path / "runs")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r".*step_000000000003: checkpoint of step 3, 0\.0\d MB", lines[0])
+    assert "  memory: memory, a PrioritizedMemory" in lines and "  model: model.pt" in lines
 
 
 def test_without_a_folder_nothing_is_saved():
