@@ -162,7 +162,8 @@ def test_a_training_goes_on_with_the_same_numbers(tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     extra = {
         "n": 0, "returns": np.arange(3.0), "mean": np.float64(2.5), "key": jax.random.key(7), "scheduler": scheduler,
-        "old_key": jax.random.PRNGKey(3), "half": jax.numpy.full(2, 1.5, "bfloat16"), "nested": {"a": [torch.ones(2), (1, None)]},
+        "old_key": jax.random.PRNGKey(3), "half": jax.numpy.full(2, 1.5, "bfloat16"),
+        "nested": {"a": [torch.ones(2), (1, None)]},
     }  # fmt: skip
     checkpoint = Checkpoint(tmp_path, model=model, optimizer={"adam": optimizer}, extra=extra)
     assert checkpoint.restore() is None and checkpoint.steps == []
