@@ -88,11 +88,6 @@ class Storage(CopiedWhole):
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
 
-    def note_rewrite(self) -> None:
-        """Notes that rows that are there change: a checkpoint then looks at all of them."""
-        self.version += 1
-        self.rewrites += 1
-
     def __len__(self) -> int:
         return len(self.ring)
 
@@ -112,7 +107,8 @@ class Storage(CopiedWhole):
         """
         linked = linked or {}
         with self.lock:
-            self.note_rewrite()
+            self.version += 1
+            self.rewrites += 1
             self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
             for name in specs:
                 if name in linked:
@@ -128,14 +124,16 @@ class Storage(CopiedWhole):
         if not self.is_private:
             raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
         with self.lock:
-            self.note_rewrite()
+            self.version += 1
+            self.rewrites += 1
             self.columns.exchange(made, gone)
             self.poison(made)
 
     def take_columns(self, columns: Columns) -> Columns:
         """Replaces the columns by others of the same size and order; returns the old ones."""
         with self.lock:
-            self.note_rewrite()
+            self.version += 1
+            self.rewrites += 1
             columns.ring = self.ring
             before, self.columns = self.columns, columns
             return before
@@ -148,12 +146,13 @@ class Storage(CopiedWhole):
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
         """
         with self.lock:
-            self.note_rewrite()
+            self.version += 1
             self.ring.counters[...] = counters
             if episodes is not None:
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+            self.rewrites += 1
 
     def track_episodes(self) -> Episodes:
         """Records episodes from now on; the rows already in a lane become one episode."""
@@ -266,7 +265,8 @@ class Storage(CopiedWhole):
         """
         values = self.columns.check(name, values, rows.shape)
         with self.lock:
-            self.note_rewrite()
+            self.version += 1
+            self.rewrites += 1
             self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
@@ -282,7 +282,8 @@ class Storage(CopiedWhole):
         if capacity < self.columns.capacity and len(self):
             raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
         with self.lock:
-            self.note_rewrite()
+            self.version += 1
+            self.rewrites += 1
             self.columns.resize(capacity)
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)
