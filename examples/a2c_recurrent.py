@@ -11,7 +11,8 @@ takes its most likely action, and how fast the training was:
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/a2c` keeps its metrics there; either
 needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
-services, whose package is needed.
+services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which then
+ends it; run again it goes on from there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories, gae, replay_agent, transitions
+from rlstructs import (
+    Checkpoint,
+    DictTensor,
+    GymEnvInf,
+    RL_Agent,
+    RL_Batcher,
+    Trajectories,
+    gae,
+    replay_agent,
+    transitions,
+)
 from rlstructs.integrations.logging import open_log
 
 
@@ -49,6 +60,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    checkpoint: str = ""
 
 
 class Network(nn.Module):
@@ -146,15 +158,20 @@ class Log:
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
-        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+        self.path, self.start = args.plot, time.perf_counter()
+        # Steps and returns of the episodes; `curve`: the mean return of the latest 100, after so many steps.
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}
+
+    @property
+    def n_steps(self) -> int:
+        return self.kept["n_steps"]
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
-        self.n_steps += n_steps
-        self.returns += episodes["return"].tolist()
-        self.steps += [self.n_steps] * episodes.n_elems()
-        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
-        self.curve.append((self.n_steps, scalars["return"]))
+        self.kept["n_steps"] += n_steps
+        self.kept["returns"] += episodes["return"].tolist()
+        self.kept["steps"] += [self.n_steps] * episodes.n_elems()
+        scalars = {"return": torch.tensor(self.kept["returns"][-100:]).mean().item(), **scalars}
+        self.kept["curve"].append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
@@ -162,13 +179,13 @@ class Log:
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
-        speed = self.n_steps / (time.perf_counter() - self.start)
+        speed = self.bar.n / (time.perf_counter() - self.start)
         self.bar.close()
         self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
-            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
-            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.plot(self.kept["steps"], self.kept["returns"], ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.kept["curve"], strict=True), label="mean of 100")
             axes.legend()
             axes.set(xlabel="steps", ylabel="return")
             self.figure.savefig(self.path)
@@ -193,14 +210,18 @@ def main(args: Args) -> None:
     ) as batcher:  # fmt: skip
         log = Log(args)
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
-        batcher.reset(agent_info=DictTensor({"greedy": greedy}))
-        while log.n_steps < args.n_steps:
-            batcher.execute()
-            batch, _ = batcher.get()
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
-            losses = learn(policy, optimizer, batch, args)
-            batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
+        checkpoint = Checkpoint(args.checkpoint, batcher=batcher, model=network, optimizer=optimizer, extra=log.kept)
+        if checkpoint.restore() is None:
+            batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        with checkpoint.preemption():
+            while log.n_steps < args.n_steps:
+                batcher.execute()
+                batch, _ = batcher.get()
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+                losses = learn(policy, optimizer, batch, args)
+                batcher.update(network.state_dict())
+                log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
+                checkpoint.save_if_due(log.n_steps)
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
     score = episodes["return"].mean()

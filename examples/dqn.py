@@ -9,7 +9,8 @@ the mean return of `--n-eval` episodes in which no action is random, and how fas
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/dqn` keeps its metrics there; either
 needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
-services, whose package is needed.
+services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which then
+ends it; run again it goes on from there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+from rlstructs import Checkpoint, DictTensor, GymEnvInf, RL_Agent, RL_Batcher
 from rlstructs.integrations.logging import open_log
 from rlstructs.memories.torch import PrioritizedMemory
 
@@ -54,6 +55,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    checkpoint: str = ""
 
 
 class QNetwork(nn.Module):
@@ -132,6 +134,15 @@ class Learner:
         self.n_updates += 1
         return loss.item()
 
+    def state_dict(self) -> dict[str, object]:
+        kept = {name: getattr(self, name).state_dict() for name in ("network", "target", "optimizer")}
+        return {**kept, "n_updates": self.n_updates}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.n_updates = state.pop("n_updates")
+        for name, kept in state.items():
+            getattr(self, name).load_state_dict(kept)
+
     def anneal(self, share: float) -> None:
         """Sets the learning rate, and the exponent of the weights, for this share of the training."""
         self.optimizer.param_groups[0]["lr"] = self.args.learning_rate * (1 - share)
@@ -148,15 +159,20 @@ class Log:
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
-        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+        self.path, self.start = args.plot, time.perf_counter()
+        # Steps and returns of the episodes; `curve`: the mean return of the latest 100, after so many steps.
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}
+
+    @property
+    def n_steps(self) -> int:
+        return self.kept["n_steps"]
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
-        self.n_steps += n_steps
-        self.returns += episodes["return"].tolist()
-        self.steps += [self.n_steps] * episodes.n_elems()
-        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
-        self.curve.append((self.n_steps, scalars["return"]))
+        self.kept["n_steps"] += n_steps
+        self.kept["returns"] += episodes["return"].tolist()
+        self.kept["steps"] += [self.n_steps] * episodes.n_elems()
+        scalars = {"return": torch.tensor(self.kept["returns"][-100:]).mean().item(), **scalars}
+        self.kept["curve"].append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
@@ -164,13 +180,13 @@ class Log:
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
-        speed = self.n_steps / (time.perf_counter() - self.start)
+        speed = self.bar.n / (time.perf_counter() - self.start)
         self.bar.close()
         self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
-            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
-            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.plot(self.kept["steps"], self.kept["returns"], ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.kept["curve"], strict=True), label="mean of 100")
             axes.legend()
             axes.set(xlabel="steps", ylabel="return")
             self.figure.savefig(self.path)
@@ -198,17 +214,21 @@ def main(args: Args) -> None:
         memory = PrioritizedMemory(memory_size=size, num_envs=n_all, device="cpu")
         batcher.feed(memory)
         learner, losses = Learner(network, memory, args), {}
-        batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
-        while log.n_steps < args.n_steps:
-            share = log.n_steps / args.n_steps
-            epsilon = max(1 - 5 * share, args.last_epsilon)  # falls in the first fifth
-            batcher.execute(agent_info=DictTensor({"epsilon": torch.full((n_all,), epsilon)}))
-            if log.n_steps >= max(args.n_before, 1):  # while the workers act
-                learner.anneal(share)
-                losses = {"loss": sum(learner.learn() for _ in range(args.n_updates)) / args.n_updates}
-            n_steps, _ = batcher.wait()
-            batcher.update(network.state_dict())
-            log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
+        checkpoint = Checkpoint(args.checkpoint, batcher=batcher, memory=memory, model=learner, extra=log.kept)
+        if checkpoint.restore() is None:
+            batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
+        with checkpoint.preemption():
+            while log.n_steps < args.n_steps:
+                share = log.n_steps / args.n_steps
+                epsilon = max(1 - 5 * share, args.last_epsilon)  # falls in the first fifth
+                batcher.execute(agent_info=DictTensor({"epsilon": torch.full((n_all,), epsilon)}))
+                if log.n_steps >= max(args.n_before, 1):  # while the workers act
+                    learner.anneal(share)
+                    losses = {"loss": sum(learner.learn() for _ in range(args.n_updates)) / args.n_updates}
+                n_steps, _ = batcher.wait()
+                batcher.update(network.state_dict())
+                log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
+                checkpoint.save_if_due(log.n_steps)
         speed = log.close()
         episodes = batcher.evaluate(
             args.n_eval, args.seed + 1, agent_info=DictTensor({"epsilon": torch.zeros(n_all)})

@@ -13,6 +13,7 @@ much of it the learner had nothing to learn from:
 
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
 `--track tensorboard:runs/ppo` keeps its metrics (either needs `rlstructs[plot]`), `--track wandb:PROJECT` likewise.
+`--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which ends it; run again it goes on from there.
 `--ray auto` has the workers run on a Ray cluster, `--ray local` on one of this machine (`rlstructs[ray]`). HalfCheetah
 needs `gymnasium[mujoco]`. Where an observation has two entries, of which KEY says by 0 and 1 which actions are allowed,
 `--action-mask KEY` forbids the others.
@@ -30,20 +31,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rlstructs import (
-    DictTensor,
-    GymEnvInf,
-    NormalizeObservation,
-    NormalizeReward,
-    RayBatcher,
-    RL_Agent,
-    RL_Batcher,
-    Trajectories,
-    VecEnv,
-    gae,
-    mask_logits,
-    transitions,
-)
+from rlstructs import Checkpoint, DictTensor, RL_Agent, RL_Batcher, Trajectories, gae, mask_logits, transitions
+from rlstructs.distributed import RayBatcher
+from rlstructs.envs import GymEnvInf, NormalizeObservation, NormalizeReward, VecEnv
 from rlstructs.integrations.logging import open_log
 
 
@@ -71,6 +61,7 @@ class Args:
     save: str = ""
     plot: str = ""
     track: str = ""
+    checkpoint: str = ""
 
 
 def layers(n_inputs: int, n_outputs: int, scale: float) -> nn.Sequential:
@@ -175,15 +166,20 @@ class Log:
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
-        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+        self.path, self.start = args.plot, time.perf_counter()
+        # Steps and returns of the episodes; `curve`: the mean return of the latest 100, after so many steps.
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}
+
+    @property
+    def n_steps(self) -> int:
+        return self.kept["n_steps"]
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
-        self.n_steps += n_steps
-        self.returns += episodes["return"].tolist()
-        self.steps += [self.n_steps] * episodes.n_elems()
-        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
-        self.curve.append((self.n_steps, scalars["return"]))
+        self.kept["n_steps"] += n_steps
+        self.kept["returns"] += episodes["return"].tolist()
+        self.kept["steps"] += [self.n_steps] * episodes.n_elems()
+        scalars = {"return": torch.tensor(self.kept["returns"][-100:]).mean().item(), **scalars}
+        self.kept["curve"].append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
@@ -191,13 +187,13 @@ class Log:
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
-        speed = self.n_steps / (time.perf_counter() - self.start)
+        speed = self.bar.n / (time.perf_counter() - self.start)
         self.bar.close()
         self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
-            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
-            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.plot(self.kept["steps"], self.kept["returns"], ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.kept["curve"], strict=True), label="mean of 100")
             axes.legend()
             axes.set(xlabel="steps", ylabel="return")
             self.figure.savefig(self.path)
@@ -224,16 +220,20 @@ def main(args: Args) -> None:
     ) as batcher:  # fmt: skip
         log, waited = Log(args), 0.0
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
-        batcher.reset(agent_info=DictTensor({"greedy": greedy}))
-        while log.n_steps < args.n_steps:
-            start = time.perf_counter()
-            batcher.execute()
-            batch, _ = batcher.get()
-            waited += time.perf_counter() - start
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
-            losses = learn(network, optimizer, batch, args)
-            batcher.update(network.state_dict())
-            log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
+        checkpoint = Checkpoint(args.checkpoint, batcher=batcher, model=network, optimizer=optimizer, extra=log.kept)
+        if checkpoint.restore() is None:
+            batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        with checkpoint.preemption():
+            while log.n_steps < args.n_steps:
+                start = time.perf_counter()
+                batcher.execute()
+                batch, _ = batcher.get()
+                waited += time.perf_counter() - start
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
+                losses = learn(network, optimizer, batch, args)
+                batcher.update(network.state_dict())
+                log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
+                checkpoint.save_if_due(log.n_steps)
         speed = log.close()
         if args.save:
             torch.save({"network": network.state_dict(), "batcher": batcher.state_dict()}, args.save)

@@ -5,14 +5,13 @@ r"""Soft actor-critic (Haarnoja et al., 2018) with a temperature that is learnt 
         --updates-per-step 1 --learning-rate 3e-4 --n-eval 10
 
 Workers act, and write to the memory, while the learner draws from it; the first `--n-before` steps are the untrained
-policy's. It shows a progress bar, and prints at the end the mean return of `--n-eval` episodes with mean actions, and
-how fast it was:
+policy's. It prints at the end the mean return of `--n-eval` episodes with mean actions, and how fast it was:
 
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
-`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/sac` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
-services, whose package is needed. HalfCheetah needs `gymnasium[mujoco]`.
+`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/sac` keeps its metrics there (either
+needs `rlstructs[plot]`), `--track wandb:PROJECT` and `--track trackio:PROJECT` likewise. `--checkpoint FOLDER` saves
+the training every minute, and at SIGTERM, which ends it; run again it goes on. HalfCheetah needs `gymnasium[mujoco]`.
 """
 
 from __future__ import annotations
@@ -30,17 +29,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+from rlstructs import Checkpoint, DictTensor, GymEnvInf, RL_Agent, RL_Batcher
 from rlstructs.integrations.logging import open_log
 from rlstructs.memories.torch import RandomMemory
 
-COLUMNS = ["observations", "actions", "rewards", "next_observations", "terminated"]
-
 
 @dataclass
-class Args:
-    """What the command line sets."""
-
+class Args:  # what the command line sets
     env_id: str = "Pendulum-v1"
     n_steps: int = 20_000  # rounded up to whole rollouts
     n_processes: int = 2
@@ -58,6 +53,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    checkpoint: str = ""
 
 
 def layers(n_inputs: int, n_hidden: int, n_outputs: int) -> nn.Sequential:
@@ -73,14 +69,12 @@ class Actor(nn.Module):
         self.layers = layers(n_inputs, n_hidden, 2 * n_actions)
 
     def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and deviation before the tanh, (B, n_actions)."""
         mean, log_std = self.layers(observations).chunk(2, dim=-1)
-        return mean, log_std.clamp(-5, 2).exp()
+        return mean, log_std.clamp(-5, 2).exp()  # before the tanh, (B, n_actions) each
 
     def sample(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Actions (B, n_actions) and their log-probabilities (B, 1), both with gradients."""
-        mean, std = self(observations)
-        normal = torch.distributions.Normal(mean, std, validate_args=False)
+        normal = torch.distributions.Normal(*self(observations), validate_args=False)
         drawn = normal.rsample()
         # The last term is log(1 - tanh(x)^2), in a form that is exact for large x too.
         stretch = 2 * (math.log(2) - drawn - nn.functional.softplus(-2 * drawn))
@@ -95,9 +89,7 @@ class Critics(nn.Module):
         self.both = nn.ModuleList(layers(n_inputs + n_actions, n_hidden, 1) for _ in range(2))
 
     def forward(self, observations: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.cat([observations, actions], dim=-1)
-        first, second = (critic(inputs) for critic in self.both)
-        return first, second
+        return tuple(critic(torch.cat([observations, actions], dim=-1)) for critic in self.both)
 
 
 class Policy(RL_Agent):
@@ -126,33 +118,32 @@ def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
     return GymEnvInf([make(env_id) for _ in range(n_envs)], seed)
 
 
-class Learner:
+class Learner(nn.Module):
     """Improves actor, critics and temperature from what is in a memory."""
 
     def __init__(self, args: Args) -> None:
+        super().__init__()
         with make(args.env_id) as env:
             sizes = env.observation_space.shape[0], env.action_space.shape[0], args.n_hidden
         self.args, self.actor, self.critics = args, Actor(*sizes), Critics(*sizes)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.log_alpha, self.wanted_entropy = torch.zeros((), requires_grad=True), -float(sizes[1])
-        learnt = (self.critics.parameters(), self.actor.parameters(), [self.log_alpha])
-        self.optimizers = [torch.optim.Adam(parameters, lr=args.learning_rate) for parameters in learnt]
+        self.log_alpha, self.wanted_entropy = nn.Parameter(torch.zeros(())), -float(sizes[1])
+        learnt = {"critics": self.critics.parameters(), "actor": self.actor.parameters(), "alpha": [self.log_alpha]}
+        self.optimizers = {name: torch.optim.Adam(each, lr=args.learning_rate) for name, each in learnt.items()}
 
     def learn(self, memory: RandomMemory) -> dict[str, float]:
         """One update of each; the losses."""
-        [batch] = memory.sample(COLUMNS, batch_size=self.args.batch_size)
-        observations = batch[0]
+        names = ["observations", "actions", "rewards", "next_observations", "terminated"]
+        [batch] = memory.sample(names, batch_size=self.args.batch_size)
         alpha = self.log_alpha.exp().detach()
-        critic_loss = self.critic_loss(alpha, *batch)
-        self.step(self.optimizers[0], critic_loss)
-        actions, log_probs = self.actor.sample(observations)
-        actor_loss = (alpha * log_probs - torch.minimum(*self.critics(observations, actions))).mean()
-        self.step(self.optimizers[1], actor_loss)
-        self.step(self.optimizers[2], -self.log_alpha * (log_probs.detach().mean() + self.wanted_entropy))
+        critic_loss = self.step("critics", self.critic_loss(alpha, *batch))
+        actions, log_probs = self.actor.sample(batch[0])
+        actor_loss = self.step("actor", (alpha * log_probs - torch.minimum(*self.critics(batch[0], actions))).mean())
+        self.step("alpha", -self.log_alpha * (log_probs.detach().mean() + self.wanted_entropy))
         with torch.no_grad():
             for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
                 target.lerp_(source, self.args.tau)
-        return {"critic_loss": critic_loss.item(), "actor_loss": actor_loss.item(), "alpha": alpha.item()}
+        return {"critic_loss": critic_loss, "actor_loss": actor_loss, "alpha": alpha.item()}
 
     def critic_loss(self, alpha, observations, actions, rewards, following, terminated) -> torch.Tensor:
         with torch.no_grad():
@@ -162,11 +153,11 @@ class Learner:
             targets = rewards + self.args.gamma * values * ~terminated
         return sum(nn.functional.mse_loss(values, targets) for values in self.critics(observations, actions))
 
-    @staticmethod
-    def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-        optimizer.zero_grad()
+    def step(self, name: str, loss: torch.Tensor) -> float:
+        self.optimizers[name].zero_grad()
         loss.backward()
-        optimizer.step()
+        self.optimizers[name].step()
+        return loss.item()
 
 
 class Log:
@@ -179,15 +170,19 @@ class Log:
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
-        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+        self.path, self.start = args.plot, time.perf_counter()
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}  # of episodes; means of the latest 100
+
+    @property
+    def n_steps(self) -> int:
+        return self.kept["n_steps"]
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
-        self.n_steps += n_steps
-        self.returns += episodes["return"].tolist()
-        self.steps += [self.n_steps] * episodes.n_elems()
-        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
-        self.curve.append((self.n_steps, scalars["return"]))
+        self.kept["n_steps"] += n_steps
+        self.kept["returns"] += episodes["return"].tolist()
+        self.kept["steps"] += [self.n_steps] * episodes.n_elems()
+        scalars = {"return": torch.tensor(self.kept["returns"][-100:]).mean().item(), **scalars}
+        self.kept["curve"].append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
@@ -195,13 +190,13 @@ class Log:
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
-        speed = self.n_steps / (time.perf_counter() - self.start)
+        speed = self.bar.n / (time.perf_counter() - self.start)
         self.bar.close()
         self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
-            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
-            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.plot(self.kept["steps"], self.kept["returns"], ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.kept["curve"], strict=True), label="mean of 100")
             axes.legend()
             axes.set(xlabel="steps", ylabel="return")
             self.figure.savefig(self.path)
@@ -228,15 +223,20 @@ def main(args: Args) -> None:
         rows = max(min(args.memory_size, args.n_steps) // n_all, args.n_timesteps)
         memory = RandomMemory(memory_size=rows, num_envs=n_all, device="cpu")
         batcher.feed(memory)
-        batcher.reset(agent_info=DictTensor({"greedy": greedy}))
-        while log.n_steps < args.n_steps:
-            batcher.execute()
-            if log.n_steps >= max(args.n_before, 1):  # while the workers act
-                for _ in range(n_updates):
-                    losses = learner.learn(memory)
-            n_steps, _ = batcher.wait()
-            batcher.update(learner.actor.state_dict())
-            log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
+        parts = {"memory": memory, "model": learner, "optimizer": learner.optimizers, "extra": log.kept}
+        checkpoint = Checkpoint(args.checkpoint, batcher=batcher, **parts)
+        if checkpoint.restore() is None:
+            batcher.reset(agent_info=DictTensor({"greedy": greedy}))
+        with checkpoint.preemption():
+            while log.n_steps < args.n_steps:
+                batcher.execute()
+                if log.n_steps >= max(args.n_before, 1):  # while the workers act
+                    for _ in range(n_updates):
+                        losses = learner.learn(memory)
+                n_steps, _ = batcher.wait()
+                batcher.update(learner.actor.state_dict())
+                log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
+                checkpoint.save_if_due(log.n_steps)
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
     from rlstructs.batcher.batcher import RL_Batcher
     from rlstructs.batcher.lease import Lease
+    from rlstructs.checkpoints.checkpoint import Checkpoint
     from rlstructs.distributed.batcher import RayBatcher
     from rlstructs.distributed.lease import PartsLease
     from rlstructs.distributed.replay import RayReplay
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Checkpoint": "checkpoints.checkpoint",
     "ClosedError": "errors",
     "DeviceEnv": "envs.device_env",
     "DictTensor": "structures.dict_tensor",
@@ -120,6 +122,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Checkpoint",
     "ClosedError",
     "DeviceEnv",
     "DictTensor",

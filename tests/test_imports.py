@@ -30,6 +30,7 @@ random_agent module_agent
 rollout
 batcher testing
 distributed integrations
+checkpoints
 cli
 """
 LINES = {name: number for number, line in enumerate(ORDER.split("\n")) for name in line.split()}

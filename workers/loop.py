@@ -37,6 +37,7 @@ from workers.error_hints import add_hint
 from workers.settings import log_records
 from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
 from workers.start_errors import suggest_next_step
+from workers.termination import leave_sigterm_to
 
 # Set to 1 in each worker: W workers with a thread per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -66,13 +67,15 @@ def run(
     shared: tuple[Any, ...],
     log: Descriptor,
     main_process: Descriptor | None,
-    dies_with_parent: bool = False,
+    dies_with_parent: bool,
+    main_pid: int,
 ) -> None:
     """Runs a worker process until it is asked to close or its parent is gone."""
     log_records.send_records(log.fileno())
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     unblock_sigint()
+    leave_sigterm_to(main_pid)
     try:
         try:
             if dies_with_parent:

@@ -17,6 +17,7 @@ from typing import Any
 from workers import loop
 from workers.failures import Failure
 from workers.pickling import dumps
+from workers.termination import leave_sigterm_to
 
 # Ends the name of each module in the server's report.
 NAME_END = b"\0"
@@ -35,6 +36,7 @@ def prepare(report: int, preload: list[str]) -> None:
     # Forking is safe: the second thread only waits for the end of the main process.
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     os.set_inheritable(report, False)
+    leave_sigterm_to(os.getppid())  # the kernel kills its workers when it ends
     try:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # a sandbox may not allow it

@@ -49,6 +49,7 @@ class WorkerProcess:
         self.since = time.monotonic()
         self._is_last_request_whole = True
         self.channel, workers_end = Channel.pair()
+        dies_with_parent = start.dies_with_parent(start_method)
         try:
             with interrupts.block_sigint(), start.allow_children_of_daemons():
                 self._process = start.new_process(
@@ -56,7 +57,7 @@ class WorkerProcess:
                     preload,
                     timeout,
                     target=loop.run,
-                    args=(index, workers_end, shared, log, _open_own_pidfd(), start.dies_with_parent(start_method)),
+                    args=(index, workers_end, shared, log, _open_own_pidfd(), dies_with_parent, os.getpid()),
                     name=f"{name}-{index}",
                     daemon=False,  # an environment may start processes of its own
                 )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlstructs.checks import LONGEST_NAME, clean_text
+from rlstructs.cli.checkpoints import describe_checkpoints, has_checkpoints
 from rlstructs.cli.states import describe_state, read_state
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
@@ -114,7 +115,7 @@ def summary(settings: Settings, collected: Collected, written: list[str]) -> str
 def describe(path: Path) -> Iterator[str]:
     """Describes the content of a file, or of a folder of rollouts, line by line; a folder is read part by part.
 
-    A file may hold trajectories, or the state of a batcher.
+    A file may hold trajectories, or the state of a batcher; a folder may hold checkpoints of a training.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -122,6 +123,9 @@ def describe(path: Path) -> Iterator[str]:
     """
     if path.suffix == ".pt" and (state := read_state(path)) is not None:
         yield from describe_state(path, state)
+        return
+    if has_checkpoints(path):
+        yield from describe_checkpoints(path)
         return
     paths = list_parts(path) if path.is_dir() else [path]
     try:

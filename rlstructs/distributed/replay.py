@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -302,17 +303,30 @@ class RayReplay:
             FileNotFoundError: the folder, or a file in it, does not exist.
             WorkerError: a shard is gone.
         """
+        with contextlib.ExitStack() as held:
+            self._plan_load(Path(path), held)()
+
+    def _plan_load(self, path: Path, held: contextlib.ExitStack) -> Callable[[], None]:
+        """Has the shards read a folder, and returns a function that has them use it; see `load`.
+
+        Args:
+            path: the folder.
+            held: has the shards forget what they read, unless the function was called.
+        """
         self._check_open("load")
-        generator, files = replay_files.read(Path(path), self._header(), self._n_shards)
-        try:
-            for shard, file in enumerate(files):
-                with replay_files.open_shard(file) as data:
-                    self._pool.gather(self._pool.ask("load", cluster.import_ray().put({DATA: data}), only=[shard]))
-        except BaseException:
-            self._pool.ask("drop_loaded")
-            raise
-        self._pool.gather(self._pool.ask("use_loaded"))
-        self._rng = generator
+        generator, files = replay_files.read(path, self._header(), self._n_shards)
+        drop = held.enter_context(contextlib.ExitStack())
+        drop.callback(self._pool.ask, "drop_loaded")
+        for shard, file in enumerate(files):
+            with replay_files.open_shard(file) as data:
+                self._pool.gather(self._pool.ask("load", cluster.import_ray().put({DATA: data}), only=[shard]))
+
+        def use() -> None:
+            drop.pop_all()
+            self._pool.gather(self._pool.ask("use_loaded"))
+            self._rng = generator
+
+        return use
 
     def close(self) -> None:
         """Ends the shards, unless this object is a pickled copy. Idempotent."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
 from rlstructs.files.torch_archive import write_bytes, write_pt
 from rlstructs.files.zip_directory import Entry, read_directory
 
-__all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum"]
+__all__ = ["BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum", "npz_checksum"]
 
 HEADER = "__header__"
 # Bytes that are read at a time.
@@ -68,6 +68,9 @@ class Archive(Reader, Protocol):
     def names(self) -> list[str]:
         """The names of all arrays, in the order of the file."""
 
+    def checksum_of(self, name: str) -> int:
+        """The checksum of an array, as its file says; raises KeyError if there is no such array."""
+
 
 @dataclass(frozen=True)
 class _Member:
@@ -99,6 +102,9 @@ class _Archive:
 
     def names(self) -> list[str]:
         return list(self._members)
+
+    def checksum_of(self, name: str) -> int:
+        return self._members[name].entry.checksum
 
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         member = self._members[name]
@@ -318,12 +324,32 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                values = np.asarray(array)
-                descr = np.lib.format.dtype_to_descr(values.dtype)
-                np.lib.format.write_array_header_1_0(
-                    member, {"descr": descr, "fortran_order": False, "shape": values.shape}
-                )
-                write_bytes(member, values)
+                _write_npy(member, array)
+
+
+def _write_npy(member: IO[bytes], array: Any) -> None:
+    values = np.asarray(array)
+    descr = np.lib.format.dtype_to_descr(values.dtype)
+    np.lib.format.write_array_header_1_0(member, {"descr": descr, "fortran_order": False, "shape": values.shape})
+    write_bytes(member, values)
+
+
+def npz_checksum(array: Any) -> int:
+    """The checksum that an `.npz` file would have of an array; see `Archive.checksum_of`."""
+    member = _Checksum()
+    _write_npy(cast("IO[bytes]", member), array)
+    return member.value
+
+
+class _Checksum:
+    """Takes what is written to a member of an archive, and keeps only its checksum."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def write(self, data: Any) -> int:
+        self.value = zlib.crc32(data, self.value)
+        return len(data)
 
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:

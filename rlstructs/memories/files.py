@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,9 +14,20 @@ from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Archive, Reader
 from rlstructs.files.opening import open_file
+from rlstructs.files.segments import Content, Cut
 from rlstructs.memories import csv_files, skrl_files
-from rlstructs.memories.restoring import BOOKKEEPING, EPISODES, KIND, RING, plan_restore, read_tensors
+from rlstructs.memories.restoring import (
+    BOOKKEEPING,
+    EPISODES,
+    KIND,
+    RING,
+    check_shapes,
+    plan_restore,
+    read_tensors,
+)
+from rlstructs.replay.changes import Mark, Marks, find_changed
 from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay.priorities import TREE_LEAVES
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
@@ -57,9 +69,38 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
     if format == "csv":
         csv_files.save(memory, path, _collect_bookkeeping(memory))
     else:
-        dtypes = {name: "bfloat16" for name in memory._tensors.dtypes if memory._tensors.spec_of(name).is_bfloat16}
-        layout.write(path, KIND, {**_collect_tensors(memory), **_collect_bookkeeping(memory)}, dtypes, memory._state())
+        layout.write(path, KIND, *contents(memory))
     return path
+
+
+def contents(memory: Memory) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
+    dtypes = {name: "bfloat16" for name in memory._tensors.dtypes if memory._tensors.spec_of(name).is_bfloat16}
+    return {**_collect_tensors(memory), **_collect_bookkeeping(memory)}, dtypes, memory._state()
+
+
+def cut_contents(memory: Memory, since: Marks) -> Content:
+    """The contents for a checkpoint, while the memory's locks are held.
+
+    Args:
+        memory: the memory.
+        since: what `marks_of` returned for the earlier checkpoint; {} if there is none.
+    """
+    arrays, dtypes, state = contents(memory)
+    tensors, cuts = memory._tensors, {}
+    for name, array in arrays.items():
+        group = "rows" if name in tensors.dtypes else {EPISODES: "episodes", TREE_LEAVES: "priorities"}.get(name)
+        if group is not None:
+            shape = (*tensors.lead, *array.shape[2 if group == "rows" else 1 :])
+            cuts[name] = Cut(group, shape, 0, memory.memory_size)
+    # The program may write to tensors that it has without telling.
+    changed = None if tensors.exposed else find_changed(memory._storage, since.get("rows"))
+    return Content(KIND, arrays, dtypes, state, cuts, {} if changed is None else {"rows": changed})
+
+
+def marks_of(memory: Memory) -> Marks:
+    """The state of a memory now, for the next checkpoint's `cut_contents`."""
+    return {"rows": Mark.of(memory._storage)}
 
 
 def load(memory: Memory, path: Path) -> None:
@@ -73,12 +114,26 @@ def load(memory: Memory, path: Path) -> None:
         if not header:
             skrl_files.load(memory, path, cast("Archive", reader))
             return
-        layout.check_class(path, header, KIND)
         reader.verify()
-        more = {name: _read_array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
-        specs, restore = plan_restore(memory, path, header["state"], more)
+        restorer(memory, path, reader, header)()
+
+
+def restorer(memory: Memory, path: Path, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+    """Checks what `contents` gave, and returns a function that restores a memory from it.
+
+    Raises:
+        FileError, ValueError, KeyError, TypeError: it does not fit; nothing changes.
+    """
+    layout.check_class(path, header, KIND)
+    more = {name: _read_array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
+    specs, restore_rest = plan_restore(memory, path, header["state"], more)
+    check_shapes(memory, specs, reader)
+
+    def restore() -> None:
         read_tensors(memory, path, specs, reader)
-        restore()
+        restore_rest()
+
+    return restore
 
 
 def _load_csv(memory: Memory, path: Path) -> None:

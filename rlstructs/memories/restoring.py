@@ -122,16 +122,21 @@ def _prepare_columns(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> C
     return tensors.allocate().columns
 
 
+def check_shapes(memory: Memory, specs: Mapping[str, Spec], reader: Reader) -> None:
+    """Raises ValueError if a tensor in a file has another dtype or shape than it should have."""
+    for name, spec in specs.items():
+        found, needed = reader.spec_of(name), (spec.dtype, (*memory._tensors.lead, *spec.shape))
+        if found != needed:
+            raise ValueError(f"tensor {name!r} is {found[0]} {found[1]}, needed is {needed[0]} {needed[1]}")
+
+
 def read_tensors(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
     """Drops all rows, and reads tensors from a file.
 
     Raises:
         ValueError: a tensor has another dtype or shape; nothing changes.
     """
-    for name, spec in specs.items():
-        found, needed = reader.spec_of(name), (spec.dtype, (*memory._tensors.lead, *spec.shape))
-        if found != needed:
-            raise ValueError(f"tensor {name!r} is {found[0]} {found[1]}, needed is {needed[0]} {needed[1]}")
+    check_shapes(memory, specs, reader)
     columns = _prepare_columns(memory, path, specs)
     for name in specs:
         columns.read_into(name, partial(reader.read_into, name))

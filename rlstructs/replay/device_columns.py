@@ -162,6 +162,12 @@ class OnDemand:
     def __init__(self, tensor: torch.Tensor, dtype: np.dtype) -> None:
         self._tensor, self.dtype, self.shape = tensor, dtype, tuple(tensor.shape)
 
+    def __getitem__(self, index: Any) -> OnDemand:
+        return OnDemand(self._tensor[index], self.dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> OnDemand:
+        return OnDemand(self._tensor.reshape(shape), self.dtype)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self._tensor.cpu().numpy().view(self.dtype)
         return array if dtype is None else array.astype(dtype, copy=False)

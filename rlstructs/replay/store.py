@@ -78,6 +78,8 @@ class Storage(CopiedWhole):
         self._shown: np.ndarray | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
+        # Incremented by every change of rows that are there; those that are appended raise the counters.
+        self.rewrites = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
         renew_lock_after_fork(self)
@@ -113,6 +115,7 @@ class Storage(CopiedWhole):
         linked = linked or {}
         with self.lock:
             self.version += 1
+            self.rewrites += 1
             self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
             for name in specs:
                 if name in linked:
@@ -129,6 +132,7 @@ class Storage(CopiedWhole):
             raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
         with self.lock:
             self.version += 1
+            self.rewrites += 1
             self.columns.exchange(made, gone)
             self.poison(made)
 
@@ -136,6 +140,7 @@ class Storage(CopiedWhole):
         """Replaces the columns by others of the same size and order; returns the old ones."""
         with self.lock:
             self.version += 1
+            self.rewrites += 1
             columns.ring = self.ring
             before, self.columns = self.columns, columns
             return before
@@ -154,6 +159,7 @@ class Storage(CopiedWhole):
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+            self.rewrites += 1
 
     def check_at_rest(self) -> None:
         """Raises StateError while workers write."""
@@ -276,6 +282,7 @@ class Storage(CopiedWhole):
         values = self.columns.check(name, values, rows.shape)
         with self.lock:
             self.version += 1
+            self.rewrites += 1
             self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
@@ -292,6 +299,7 @@ class Storage(CopiedWhole):
             raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
         with self.lock:
             self.version += 1
+            self.rewrites += 1
             self.columns.resize(capacity)
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)

@@ -181,6 +181,7 @@ class Editor:
 
     def fill(self, name: str, value: Any) -> None:
         """Sets all rows of a column to one value."""
+        self.table.storage.rewrites += 1
         self.table.storage.columns.put_rows(name, slice(None), value)
 
     def prepare_rebuild(self) -> Callable[[], None]:

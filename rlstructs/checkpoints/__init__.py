@@ -1,0 +1,1 @@
+"""Checkpoints of a training; `rlstructs.Checkpoint` is what programs use."""

@@ -1,0 +1,252 @@
+"""`Checkpoint`: a training in a folder, from which it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlstructs.checkpoints.folder import CheckpointFolder, step_of
+from rlstructs.checkpoints.manifest import read_manifest, write_manifest
+from rlstructs.checkpoints.preemption import Preemption
+from rlstructs.checks import check_count
+from rlstructs.errors import FileError, SpecError, StateError
+from rlstructs.public_names import set_module
+
+if TYPE_CHECKING:
+    from rlstructs.checkpoints.parts import Part
+
+logger = logging.getLogger("rlstructs")
+
+
+@set_module("rlstructs")
+class Checkpoint:
+    """Saves a training to a folder, and restores it: a run that was killed goes on as if it had not been.
+
+    Each checkpoint is a folder of its own in the folder. It is complete before it counts, so whenever the program is
+    killed, the last one remains. Of a large memory only the rows that were written since the last checkpoint are
+    written again. Reading one executes nothing from it, but for the exact state of a batcher, in which agents and some
+    environments are pickled: restore a checkpoint only from someone whom you trust.
+
+    Args:
+        folder: where checkpoints are; it is made with the first one. None, or "", saves and restores
+            nothing.
+        batcher: an `RL_Batcher` or `RayBatcher`; its state is an exact one.
+        memory: a memory of `rlstructs.memories`, a buffer of `rlstructs.replay`, or a `RayReplay`.
+        model: a network, or anything else with `state_dict` and `load_state_dict`.
+        optimizer: the same, for optimizers, schedulers or a gradient scaler.
+        rng: whether the states of the global random generators of torch, numpy and Python belong to it.
+        extra: what else the training has to remember: a dict, whose values are saved as they are then, and put back
+            into this same dict; or an object with `state_dict` and `load_state_dict`. Values of a dict are such
+            objects, tensors, arrays, numbers, texts, or dicts, lists and tuples of these. A key of `jax.random`
+            belongs here.
+        keep: how many checkpoints remain, the newest ones.
+        exact: True, "best" or False; see `RL_Batcher.state_dict`.
+
+    `batcher`, `memory`, `model` and `optimizer` are each one object, or a dict of several by name.
+
+    Raises:
+        FileError: the folder is one of another program.
+        TypeError, SpecError: an argument is not what is needed.
+
+    Example:
+        progress = {"n_steps": 0}
+        checkpoint = Checkpoint("runs/1", batcher=batcher, model=network, optimizer=optimizer, extra=progress)
+        if checkpoint.restore() is None:
+            batcher.reset()
+        with checkpoint.preemption():
+            while progress["n_steps"] < 1_000_000:
+                batcher.execute()
+                trajectories, _ = batcher.get()
+                progress["n_steps"] += learn(network, optimizer, trajectories)
+                checkpoint.save_if_due(progress["n_steps"], every=60)
+    """
+
+    def __init__(
+        self, folder: str | Path | None, *, batcher: Any = None, memory: Any = None, model: Any = None,
+        optimizer: Any = None, rng: bool = True, extra: Any = None, keep: int = 2, exact: bool | str = True,
+    ) -> None:  # fmt: skip
+        self._keep = check_count("keep", keep)
+        if exact not in (True, False, "best"):
+            raise SpecError(f"exact must be True, False or 'best', got {exact!r}")
+        given = {"memory": memory, "model": model, "optimizer": optimizer, "batcher": batcher}
+        self._parts = _make_parts(given, extra, rng, exact)
+        self._folder = CheckpointFolder(Path(folder)) if folder else None
+        self._newest: Path | None = None  # what was saved or restored last
+        self._last_time = time.monotonic()
+        self._preemption = Preemption()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints in the folder, the newest last."""
+        return [] if self._folder is None else [step_of(each) for each in self._folder.find_all()]
+
+    def save(self, step: int) -> None:
+        """Saves the training. It must not be called while a rollout is under way: `get` it first.
+
+        A rollout that workers collect ahead is waited for, and belongs to the checkpoint. What an interrupted save has
+        left is deleted first, and afterwards all checkpoints but the newest `keep`.
+
+        Args:
+            step: what `restore` is to return, at least that of the last checkpoint; one of the same step is replaced.
+
+        Raises:
+            StateError: another program saves to this folder; the folder has checkpoints of an earlier run, and
+                `restore` was not called; or a rollout is under way.
+            SpecError: a part holds what a checkpoint cannot hold; the message names it.
+            OSError: the folder cannot be written to; the last checkpoint remains.
+        """
+        step = check_count("step", step, 0)
+        if self._folder is None:
+            return
+        is_new = self._folder.lock()
+        try:
+            self._check_next(self._folder, step)
+        except BaseException:
+            if is_new:
+                self._folder.unlock()
+            raise
+        self._folder.clean()
+        new = self._folder.begin(step)
+        # Batchers first: what workers collect ahead is then complete, in memories too.
+        parts = sorted(self._parts, key=lambda part: not part.label.startswith("batcher"))
+        entries = {part.label: part.save(new, self._newest) for part in parts}
+        write_manifest(new, step, entries)
+        self._newest = self._folder.publish(new, self._keep)
+        for part in self._parts:
+            part.note()
+        self._last_time = time.monotonic()
+
+    def _check_next(self, folder: CheckpointFolder, step: int) -> None:
+        latest = folder.find_latest()
+        if latest is None:
+            return
+        if self._newest is None:
+            raise StateError(
+                f"save: {folder.path} holds a checkpoint of step {step_of(latest)} of an earlier run; call restore() "
+                "first to go on with it, or give another folder"
+            )
+        if latest != self._newest:
+            raise StateError(f"save: another program has saved step {step_of(latest)} to {folder.path} meanwhile")
+        if step < step_of(latest):
+            raise SpecError(f"save: step {step} comes before that of the last checkpoint, {step_of(latest)}")
+
+    def save_if_due(self, step: int, every: float = 60.0) -> bool:
+        """Saves the training if it is time to, or if `preemption` has noted a signal; the latter ends the program.
+
+        Args:
+            step: see `save`.
+            every: seconds since the last `save` or `restore`.
+
+        Returns:
+            Whether it has saved.
+
+        Raises:
+            SystemExit: a signal came, and the training is saved: the program ends with the code 0.
+        """
+        if not (self.stop_requested or time.monotonic() >= self._last_time + every):
+            return False
+        self.save(step)
+        if self.stop_requested:
+            logger.info("the training is saved at step %d, the program ends", step)
+            raise SystemExit(0)
+        return True
+
+    def restore(self) -> int | None:
+        """Restores the newest checkpoint, after checking all of it.
+
+        Call it when the batcher is made, and before its first `reset`, which would start other episodes: none is needed
+        after an exact state. `feed` a memory before or after it.
+
+        Returns:
+            The step of the checkpoint; None if there is none yet.
+
+        Raises:
+            FileError, FileNotFoundError: the checkpoint is damaged, lacks a part, or is one of other parts: of another
+                network, batcher, or size of a memory. The message names the part, and nothing has changed.
+            SpecError: the state is of another batcher.
+        """
+        if self._folder is None:
+            return None
+        while (latest := self._folder.find_latest()) is not None:
+            try:
+                return self._restore(latest)
+            except FileNotFoundError:
+                if self._folder.find_latest() == latest:
+                    raise  # otherwise a program that saves has deleted it while it was read
+        return None
+
+    def _restore(self, latest: Path) -> int:
+        step, entries = read_manifest(latest)
+        with contextlib.ExitStack() as held:
+            restores = []
+            for part in self._parts:
+                if part.label not in entries:
+                    raise FileError(f"{latest}: has no {part.label}, it has {sorted(entries)}")
+                restores.append(part.plan(latest, entries[part.label], held))
+            for restore in restores:
+                restore()
+        self._newest, self._last_time = latest, time.monotonic()
+        for part in self._parts:
+            part.note()
+        return step
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether `preemption` has noted a signal: save, and end the program."""
+        return self._preemption.is_requested
+
+    @contextlib.contextmanager
+    def preemption(
+        self, deadline: float | None = 25.0, signals: Sequence[int] = (signal.SIGTERM,)
+    ) -> Iterator[Checkpoint]:
+        """Handles the signal with which a cluster asks a program to stop, in a `with` block around the training loop.
+
+        A signal sets `stop_requested` and does nothing else: the rollout that is under way is finished, and the next
+        `save_if_due` saves and ends the program with the code 0. Workers ignore the signal meanwhile, also where it is
+        sent to all processes, as Slurm does.
+
+        Args:
+            deadline: seconds from the signal to the end of the program; one that has not ended by then is ended with
+                the code 128 + the number of the signal, and the last checkpoint remains. Kubernetes and Slurm kill it
+                after 30 s, unless they are told otherwise. None for no deadline.
+            signals: the signals.
+
+        Raises:
+            StateError: this is not the main thread, which alone can handle signals.
+        """
+        with self._preemption.handle(deadline, signals):
+            yield self
+
+    def close(self) -> None:
+        """Lets another program save to the folder, which the end of this one does too. Idempotent."""
+        if self._folder is not None:
+            self._folder.unlock()
+
+
+def _make_parts(given: Mapping[str, Any], extra: Any, rng: bool, exact: bool | str) -> list[Part]:
+    """Makes the parts, in the order in which they are restored; random states come last."""
+    from rlstructs.checkpoints import parts
+
+    found: list[Part] = []
+    for label, value in given.items():
+        for name, each in parts.list_parts(label, value):
+            if label == "memory":
+                from rlstructs.checkpoints.memory_parts import make_memory_part
+
+                found.append(make_memory_part(name, each))
+            elif label == "batcher":
+                found.append(parts.BatcherPart(name, each, exact))
+            else:
+                found.append(parts.StatePart(name, each))
+    if isinstance(extra, dict):
+        found.append(parts.ExtraPart("extra", extra))
+    elif extra is not None:
+        found.append(parts.StatePart("extra", extra))
+    if rng:
+        found.append(parts.RandomPart("random"))
+    return found

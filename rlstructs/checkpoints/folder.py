@@ -1,0 +1,217 @@
+"""The folder of checkpoints: what its files are called, and how it goes from one whole state to the next.
+
+    step_000000010000/        a checkpoint, complete by itself
+    step_000000020000/
+    latest                    the name of the newest one
+    lock                      held by the process that saves
+
+A checkpoint is written to `step_... .new`, synced and renamed; then `latest` is replaced, and the oldest one is renamed
+to `... .old` and deleted. Whatever an interrupted save leaves is not named by `latest`: the next save deletes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rlstructs.errors import FileError, StateError
+from rlstructs.files.layout import replace_file
+from rlstructs.files.opening import read_bytes
+
+LATEST, LOCK = "latest", "lock"
+# A checkpoint; its step; and one that replaces another of the same step.
+NAME = re.compile(r"step_(\d{12,})(?:_(\d+))?")
+NEW, OLD = ".new", ".old"
+# The file of a checkpoint that says what is in it.
+MANIFEST = "checkpoint.json"
+# Seconds to wait for the lock: a process that was killed leaves it to others a moment later.
+LOCK_DELAY, LOCK_POLL = 5.0, 0.05
+# How many files are written to the disk at a time.
+N_SYNCS = 8
+
+
+class CheckpointFolder:
+    """A folder of checkpoints.
+
+    Args:
+        path: the folder; it need not exist.
+
+    Raises:
+        FileError: it is no folder, or one of another program.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._release: Callable[[], object] | None = None  # the lock
+        self._check()
+
+    def _check(self) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise FileError(f"{self.path}: this is a file, needed is a folder of checkpoints, or a new one")
+        others = sorted(entry.name for entry in self.path.iterdir() if not _is_ours(entry.name))
+        if others and self.find_latest() is None:
+            raise FileError(f"{self.path}: this is not a folder of checkpoints, it holds {others[:3]}")
+
+    def find_latest(self) -> Path | None:
+        """The newest checkpoint; None if there is none.
+
+        Raises:
+            FileError, FileNotFoundError: the file `latest` names none.
+        """
+        try:
+            name = read_bytes(self.path / LATEST).decode("ascii", "replace").strip()
+        except FileNotFoundError:
+            return None
+        if not NAME.fullmatch(name):
+            raise FileError(f"{self.path / LATEST}: damaged: it does not name a checkpoint")
+        if not (self.path / name).is_dir():
+            raise FileNotFoundError(f"{self.path / name}: this checkpoint is missing, which {LATEST!r} names")
+        return self.path / name
+
+    def find_all(self) -> list[Path]:
+        """The checkpoints, the newest last."""
+        if not self.path.is_dir():
+            return []
+        latest = self.find_latest()
+        found = [entry for entry in self.path.iterdir() if NAME.fullmatch(entry.name) and (entry / MANIFEST).exists()]
+        # What an interrupted save has renamed already is newer than the latest.
+        return sorted((entry for entry in found if latest and _order(entry) <= _order(latest)), key=_order)
+
+    def lock(self) -> bool:
+        """Keeps other processes from saving to this folder, until `unlock` or the end of this process.
+
+        Returns:
+            False if it did so already.
+
+        Raises:
+            StateError: another one does.
+        """
+        if self._release is not None:
+            return False
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        release = weakref.finalize(self, os.close, file)
+        deadline = time.monotonic() + LOCK_DELAY
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(LOCK_POLL)
+                    continue
+                holder = os.read(file, 200).decode(errors="replace").strip() or "another program"
+                release()
+                raise StateError(f"{self.path}: {holder} saves to this folder; give each training its own") from None
+            except OSError:  # the file system has no locks
+                break
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._release = release
+        return True
+
+    def unlock(self) -> None:
+        """Lets other processes save. Idempotent."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def clean(self) -> None:
+        """Deletes what interrupted saves have left."""
+        kept = {entry.name for entry in self.find_all()}
+        for entry in self.path.iterdir():
+            if _is_ours(entry.name) and entry.name not in (LATEST, LOCK) and entry.name not in kept:
+                _delete(entry)
+
+    def begin(self, step: int) -> Path:
+        """Makes a folder to write a checkpoint to."""
+        name, turn = f"step_{step:012}", 1
+        while (self.path / (full := name if turn == 1 else f"{name}_{turn}")).exists():
+            turn += 1
+        new = self.path / f"{full}{NEW}"
+        new.mkdir()
+        return new
+
+    def publish(self, new: Path, keep: int) -> Path:
+        """Makes a written folder the newest checkpoint, and deletes the oldest ones.
+
+        Args:
+            new: what `begin` returned.
+            keep: how many checkpoints remain.
+        """
+        path = new.with_suffix("")
+        before = self.find_all()
+        with replace_file(self.path / LATEST) as temporary:
+            temporary.write_text(f"{path.name}\n")
+            _sync_all([temporary, *_list_tree(new)])
+            new.rename(path)
+            _sync(self.path)
+        _sync(self.path)
+        step = _order(path)[0]
+        kept = [entry for entry in before if _order(entry)[0] != step]
+        for entry in [each for each in before if each not in kept] + kept[: max(0, len(kept) + 1 - keep)]:
+            _delete(entry)
+        return path
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    return _order(checkpoint)[0]
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    match = NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def _is_ours(name: str) -> bool:
+    stem = name.removesuffix(NEW).removesuffix(OLD)
+    return name in (LATEST, LOCK) or NAME.fullmatch(stem) is not None or name.startswith(f".{LATEST}.")
+
+
+def _delete(entry: Path) -> None:
+    """Deletes a checkpoint or what is left of one."""
+    if not entry.is_dir():
+        entry.unlink(missing_ok=True)
+        return
+    if NAME.fullmatch(entry.name):  # no checkpoint is ever seen that lacks files
+        old = entry.with_name(f"{entry.name}{OLD}")
+        if old.exists():
+            shutil.rmtree(old)
+        entry.rename(old)
+        entry = old
+    shutil.rmtree(entry)
+
+
+def _list_tree(folder: Path) -> Iterator[Path]:
+    """A folder, those in it, and its files, but for those that another folder has too: they are on the disk already."""
+    for parent, _, names in os.walk(folder):
+        yield Path(parent)
+        yield from (path for path in (Path(parent, name) for name in names) if path.stat().st_nlink == 1)
+
+
+def _sync_all(paths: Iterable[Path]) -> None:
+    """Writes files and folders to the disk, several at a time, which takes less time than one after another."""
+    with ThreadPoolExecutor(N_SYNCS) as pool:
+        list(pool.map(_sync, paths))
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(number)  # some file systems cannot sync a folder
+    finally:
+        os.close(number)

@@ -1,0 +1,54 @@
+"""The file that says what is in a checkpoint, and of which step it is."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlstructs.checkpoints.folder import MANIFEST
+from rlstructs.checks import clean_text
+from rlstructs.errors import FileError
+from rlstructs.files import json_text
+from rlstructs.files.opening import read_bytes
+
+FORMAT, VERSION = "rlstructs.Checkpoint", 1
+
+
+def write_manifest(folder: Path, step: int, parts: Mapping[str, Any]) -> None:
+    """Writes the manifest of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        step: its step.
+        parts: label -> what `Part.save` returned.
+    """
+    text = json.dumps({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
+    (folder / MANIFEST).write_text(json.dumps({"checksum": zlib.crc32(text.encode()), "manifest": text}))
+
+
+def read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Reads a manifest: the step, and the parts by label.
+
+    Raises:
+        FileNotFoundError: there is none.
+        FileError: it is damaged, or of another version.
+    """
+    path = folder / MANIFEST
+    try:
+        outer = json_text.parse(read_bytes(path))
+        if zlib.crc32(outer["manifest"].encode()) != outer["checksum"]:
+            raise ValueError("its checksum is wrong")
+        manifest = json_text.parse(outer["manifest"])
+        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+            raise ValueError(f"it is of version {manifest['version']!r}, this program reads version {VERSION}")
+        step, parts = manifest["step"], manifest["parts"]
+        if type(step) is not int or not all(type(entry) is dict for entry in parts.values()):
+            raise ValueError("it does not say what is in the checkpoint")
+    except (FileNotFoundError, FileError):
+        raise
+    except Exception as error:  # a damaged file may hold anything
+        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
+    return step, parts

@@ -1,0 +1,116 @@
+"""Memories as parts of a checkpoint: folders of arrays, whose long ones are cut into files that checkpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlstructs.checkpoints.parts import Entry, Restore
+from rlstructs.checks import clean_text
+from rlstructs.distributed.replay import RayReplay
+from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.files import segments
+from rlstructs.files.archives import Reader
+from rlstructs.memories import files
+from rlstructs.memories.memory import Memory
+from rlstructs.replay import saving, segmenting
+from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.changes import Marks
+
+
+class MemoryPart:
+    """A memory of `rlstructs.memories`, or a buffer of `rlstructs.replay`.
+
+    Args:
+        label: of the part.
+        memory: the memory.
+    """
+
+    def __init__(self, label: str, memory: Memory | Buffer) -> None:
+        self.label, self._memory = label, memory
+        self._marks: Marks = {}  # of the newest checkpoint
+        self._next: Marks = {}  # of the one that is being written
+
+    @property
+    def _folder(self) -> str:
+        return self.label.replace("/", ".")
+
+    def save(self, folder: Path, before: Path | None) -> Entry:
+        how: Any = files if isinstance(self._memory, Memory) else segmenting
+        with self._memory._hold_locks():
+            self._next = how.marks_of(self._memory)
+            content = how.cut_contents(self._memory, self._marks)
+            segments.write(folder / self._folder, content, None if before is None else before / self._folder)
+        return {"folder": self._folder, "class": type(self._memory).__name__}
+
+    def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
+        path = folder / self._folder
+        reader, header = held.enter_context(segments.open_folder(path))
+        try:
+            reader.verify()
+            restore = self._restorer(path, reader, header)
+        except (FileError, FileNotFoundError, OutOfMemoryError):
+            raise
+        except Exception as error:  # a damaged header may hold anything
+            raise FileError(f"{path}: damaged, or of another memory: {clean_text(error)}") from error
+
+        def restore_and_mark() -> None:
+            with self._memory._hold_locks():
+                restore()
+                how: Any = files if isinstance(self._memory, Memory) else segmenting
+                self._next = how.marks_of(self._memory)
+
+        return restore_and_mark
+
+    def _restorer(self, path: Path, reader: Reader, header: Mapping[str, Any]) -> Restore:
+        with self._memory._hold_locks():
+            if isinstance(self._memory, Memory):
+                return files.restorer(self._memory, path, reader, header)
+            return saving.restorer(self._memory, path, reader, header)
+
+    def note(self) -> None:
+        self._marks = self._next
+
+
+class RayReplayPart:
+    """A `RayReplay`, whose shards send their files.
+
+    Args:
+        label: of the part.
+        memory: the memory.
+    """
+
+    def __init__(self, label: str, memory: RayReplay) -> None:
+        self.label, self._memory = label, memory
+
+    @property
+    def _folder(self) -> str:
+        return self.label.replace("/", ".")
+
+    def save(self, folder: Path, before: Path | None) -> Entry:
+        self._memory.save(folder / self._folder)
+        return {"folder": self._folder, "class": type(self._memory).__name__}
+
+    def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
+        return self._memory._plan_load(folder / self._folder, held)
+
+    def note(self) -> None:
+        """Nothing is shared with the next checkpoint."""
+
+
+def make_memory_part(label: str, memory: Any) -> MemoryPart | RayReplayPart:
+    """Makes the part for a memory.
+
+    Raises:
+        TypeError: it is no memory of rlstructs.
+    """
+    if isinstance(memory, (Memory, Buffer)):
+        return MemoryPart(label, memory)
+    if isinstance(memory, RayReplay):
+        return RayReplayPart(label, memory)
+    raise TypeError(
+        f"{label} must be a memory of rlstructs.memories, a buffer of rlstructs.replay or a RayReplay, "
+        f"got a {type(memory).__name__}"
+    )

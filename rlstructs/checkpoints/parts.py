@@ -1,0 +1,222 @@
+"""The parts of a checkpoint: each writes its own file or folder, and checks it before anything is restored."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rlstructs.batcher import state_dict
+from rlstructs.batcher.base import BatcherBase
+from rlstructs.checkpoints.random_states import collect_states, plan_states
+from rlstructs.checkpoints.trees import load_tree, save_tree
+from rlstructs.checks import clean_text
+from rlstructs.errors import FileError, SpecError
+from rlstructs.files.opening import read_bytes
+
+Restore = Callable[[], None]
+# What the manifest says of a part.
+Entry = dict[str, Any]
+
+
+class Part(Protocol):
+    """A part of a checkpoint.
+
+    Attributes:
+        label: what it is called in messages and in the manifest.
+    """
+
+    label: str
+
+    def save(self, folder: Path, before: Path | None) -> Entry:
+        """Writes the part.
+
+        Args:
+            folder: of the new checkpoint.
+            before: the checkpoint that this object saved or restored last.
+
+        Raises:
+            SpecError: a checkpoint cannot hold it.
+        """
+
+    def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
+        """Checks the part in a checkpoint, and returns a function that restores it.
+
+        Args:
+            folder: of the checkpoint.
+            entry: what `save` returned.
+            held: closes files after the restoring.
+
+        Raises:
+            FileNotFoundError, FileError: a file is missing or damaged, or does not fit.
+        """
+
+    def note(self) -> None:
+        """Notes that what was saved or restored last is the newest checkpoint."""
+
+
+class TreePart:
+    """A part that is one tree in one file; the base class of those."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    @property
+    def _file(self) -> str:
+        return f"{self.label.replace('/', '.')}.pt"
+
+    def save(self, folder: Path, before: Path | None) -> Entry:
+        path = folder / self._file
+        save_tree(path, self.label, self._collect())
+        data = read_bytes(path)
+        return {"file": self._file, "bytes": len(data), "checksum": zlib.crc32(data)}
+
+    def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
+        path = folder / self._file
+        data = read_bytes(path)
+        if entry != {"file": self._file, "bytes": len(data), "checksum": zlib.crc32(data)}:
+            raise FileError(f"{path}: damaged: its checksum is wrong")
+        try:
+            return self._plan(load_tree(path))
+        except FileError as error:
+            if str(path) in str(error):
+                raise
+            raise FileError(f"{path}: {error}") from error
+        except Exception as error:  # a tree of another program may be anything
+            raise FileError(f"{path}: does not fit: {clean_text(error)}") from error
+
+    def note(self) -> None:
+        """Nothing is shared with the next checkpoint."""
+
+    def _collect(self) -> Any:
+        raise NotImplementedError
+
+    def _plan(self, tree: Any) -> Restore:
+        raise NotImplementedError
+
+
+class StatePart(TreePart):
+    """An object with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, label: str, owner: Any) -> None:
+        super().__init__(label)
+        check_stateful(label, owner)
+        self._owner = owner
+
+    def _collect(self) -> Any:
+        return self._owner.state_dict()
+
+    def _plan(self, tree: Any) -> Restore:
+        check_fits(self.label, self._owner, tree)
+        return lambda: self._owner.load_state_dict(tree)
+
+
+class BatcherPart(StatePart):
+    """A batcher.
+
+    Args:
+        exact: see `RL_Batcher.state_dict`.
+    """
+
+    def __init__(self, label: str, owner: Any, exact: bool | str) -> None:
+        if not isinstance(owner, BatcherBase):
+            raise TypeError(f"{label} must be an RL_Batcher or RayBatcher, got a {type(owner).__name__}")
+        super().__init__(label, owner)
+        self._exact = exact
+
+    def _collect(self) -> Any:
+        return self._owner.state_dict(exact=self._exact)
+
+    def _plan(self, tree: Any) -> Restore:
+        state_dict.check(tree, self._owner.state_dict())
+        return lambda: self._owner.load_state_dict(tree)
+
+
+class ExtraPart(TreePart):
+    """A dict of values, some of which may have `state_dict` and `load_state_dict`."""
+
+    def __init__(self, label: str, values: dict[str, Any]) -> None:
+        super().__init__(label)
+        self._values = values
+
+    def _collect(self) -> Any:
+        return {key: value.state_dict() if is_stateful(value) else value for key, value in self._values.items()}
+
+    def _plan(self, tree: Any) -> Restore:
+        if missing := sorted(map(str, self._values.keys() - tree.keys())):
+            raise FileError(f"{self.label} has no {missing}, it has {sorted(map(str, tree))}")
+        for key, value in self._values.items():
+            if is_stateful(value):
+                check_fits(f"{self.label}[{key!r}]", value, tree[key])
+
+        def restore() -> None:
+            for key, value in tree.items():
+                own: Any = self._values.get(key)
+                if is_stateful(own):
+                    own.load_state_dict(value)
+                else:
+                    self._values[key] = value
+
+        return restore
+
+
+class RandomPart(TreePart):
+    """The global random generators."""
+
+    def _collect(self) -> Any:
+        return collect_states()
+
+    def _plan(self, tree: Any) -> Restore:
+        return plan_states(tree)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether an object has `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def check_stateful(label: str, owner: Any) -> None:
+    """Raises TypeError unless an object has `state_dict` and `load_state_dict`."""
+    if not is_stateful(owner):
+        raise TypeError(f"{label} must have state_dict and load_state_dict, got a {type(owner).__name__}")
+
+
+def check_fits(label: str, owner: Any, state: Any) -> None:
+    """Raises FileError if a state is certainly not one that a module or optimizer of torch can load."""
+    if isinstance(owner, torch.nn.Module):
+        _check_module(label, owner.state_dict(), state)
+    elif isinstance(owner, torch.optim.Optimizer):
+        found, own = ([len(group["params"]) for group in each["param_groups"]] for each in (state, owner.state_dict()))
+        if found != own:
+            raise FileError(f"{label} has groups of {found} parameters, this one has {own}")
+
+
+def _check_module(label: str, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    if own.keys() != state.keys():
+        differ = sorted(own.keys() ^ state.keys())
+        raise FileError(f"{label} is another network: it and this one do not both have {differ[:3]}")
+    for key, value in own.items():
+        found = state[key]
+        is_known = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+        if is_known and tuple(getattr(found, "shape", ())) != tuple(value.shape):
+            raise FileError(f"{label} is another network: {key!r} is {tuple(found.shape)}, here {tuple(value.shape)}")
+
+
+def list_parts(label: str, given: Any) -> list[tuple[str, Any]]:
+    """Label and object of each part that was given: one object, a dict of several, or None.
+
+    Raises:
+        SpecError: a name cannot be that of a file.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        return [(label, given)]
+    for name in given:
+        if not (isinstance(name, str) and name.replace("_", "").replace("-", "").isalnum() and name.isascii()):
+            raise SpecError(f"{label} has the name {name!r}; needed are letters, digits, '_' and '-'")
+    return [(f"{label}/{name}", each) for name, each in given.items()]

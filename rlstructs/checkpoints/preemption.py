@@ -1,0 +1,75 @@
+"""Signals that ask a program to stop, as clusters send them before they take a machine away."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from rlstructs.checks import check_timeout
+from rlstructs.errors import StateError
+
+
+class Preemption:
+    """Notes that a signal came. The rest is up to the program, which has a deadline from then on.
+
+    Attributes:
+        is_requested: whether a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._deadline = 0.0
+        self._has_ended: _thread.LockType | None = None  # held from the signal on, until the program goes on
+
+    @contextlib.contextmanager
+    def handle(self, deadline: float | None, signals: Sequence[int]) -> Iterator[None]:
+        """Notes signals during a block; the earlier handlers are back after it.
+
+        Args:
+            deadline: seconds from the first signal to the end of the program; then it is ended. None for no deadline.
+            signals: the signals.
+
+        Raises:
+            StateError: this is not the main thread, which alone can handle signals.
+        """
+        seconds = check_timeout(deadline)
+        if threading.current_thread() is not threading.main_thread():
+            raise StateError("preemption: only the main thread can handle signals; enter the block there")
+        self._deadline = float("inf") if seconds is None else seconds
+        before = {number: signal.signal(number, self._note) for number in signals}
+        try:
+            yield
+            self._call_off()  # the training ended as it would have
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, _: object) -> None:
+        if self.is_requested:
+            return
+        self.is_requested = True
+        if self._deadline < float("inf"):
+            self._has_ended = _thread.allocate_lock()
+            self._has_ended.acquire()
+            # Not a threading.Timer: the code that this handler interrupts may hold its locks.
+            _thread.start_new_thread(_end_late, (self._has_ended, self._deadline, number))
+
+    def _call_off(self) -> None:
+        if self._has_ended is not None and self._has_ended.locked():
+            self._has_ended.release()
+
+
+def _end_late(has_ended: _thread.LockType, deadline: float, number: int) -> None:
+    """Ends this process, and so its workers, unless it is told in time that the program goes on."""
+    until = time.monotonic() + deadline
+    if not has_ended.acquire(timeout=min(deadline, threading.TIMEOUT_MAX)) and time.monotonic() >= until:
+        name = signal.Signals(number).name
+        sys.stderr.write(f"rlstructs: {deadline} s after {name} the program has not ended; it ends without a save\n")
+        sys.stderr.flush()
+        os._exit(128 + number)

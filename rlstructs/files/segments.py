@@ -1,0 +1,318 @@
+"""A folder of arrays, of which long ones are cut into files that successive folders share.
+
+    whole.npz          the arrays that are not cut; its header describes all arrays
+    rows_00000.npz     the first slots of the arrays of the group "rows"
+    rows_00001.npz     the next ones, and so on
+
+A file of which no slot has changed since an earlier folder is a hard link to the file there, so that each folder is
+complete by itself: any of them may be deleted or copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlstructs.checks import DTYPES, clean_text
+from rlstructs.errors import FileError
+from rlstructs.files import layout
+from rlstructs.files.archives import READERS, Reader, npz_checksum
+
+WHOLE, ENDING = "whole.npz", ".npz"
+KIND = "Segment"
+# The most files of a group, and the fewest bytes of a file that is not the only one of its group.
+MOST_FILES, LEAST_BYTES = 128, 1 << 20
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an array is cut.
+
+    Attributes:
+        group: arrays of a group lie in the same files.
+        shape: the shape in which the array is cut.
+        axis: the axis of slots; all arrays of a group have as many.
+        capacity: the most slots that there can be, which decides how many are in a file.
+    """
+
+    group: str
+    shape: tuple[int, ...]
+    axis: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a folder holds.
+
+    Attributes:
+        kind: the class that the arrays belong to.
+        arrays: by name, as `layout.write` takes them; those that are cut are numpy arrays, or objects that can be
+            sliced and reshaped like them.
+        dtypes: the dtypes that numpy lacks, by the name of the array that holds their bits.
+        state: anything else, as JSON.
+        cuts: of the arrays that are cut.
+        changed: group -> which slots may have changed since the earlier folder, bool (capacity,). Of other groups the
+            content is compared.
+    """
+
+    kind: str
+    arrays: Mapping[str, Any]
+    dtypes: Mapping[str, str]
+    state: Mapping[str, Any]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    changed: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def write(folder: Path, content: Content, before: Path | None = None) -> None:
+    """Writes a folder, which must not exist.
+
+    Args:
+        folder: the folder.
+        content: what it holds.
+        before: an earlier folder, in the same file system, whose files it may share; None for none.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir()
+    earlier = _find_groups(before)
+    groups: dict[str, dict[str, Any]] = {}
+    for group in dict.fromkeys(cut.group for cut in content.cuts.values()):
+        groups[group] = _write_group(folder, group, content, before, earlier.get(group))
+    whole = {name: array for name, array in content.arrays.items() if name not in content.cuts}
+    dtypes = {name: dtype for name, dtype in content.dtypes.items() if name in whole}
+    shapes = {name: list(content.arrays[name].shape) for name in content.cuts}
+    layout.write(
+        folder / WHOLE, content.kind, whole, dtypes, {"own": content.state, "groups": groups, "shapes": shapes}
+    )
+
+
+def _write_group(
+    folder: Path, group: str, content: Content, before: Path | None, earlier: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Writes the files of a group; returns what the header says of them."""
+    cuts = {name: cut for name, cut in content.cuts.items() if cut.group == group}
+    arrays = {name: content.arrays[name].reshape(cut.shape) for name, cut in cuts.items()}
+    described = _describe_group(cuts, content)
+    per_file, n_slots = described["per_file"], described["n_slots"]
+    # Files of other arrays, or cut in another way, are of no use.
+    n_before = earlier["n_slots"] if earlier and earlier == {**described, "n_slots": earlier["n_slots"]} else 0
+    changed = content.changed.get(group)
+    dtypes = {name: dtype for name, dtype in content.dtypes.items() if name in cuts}
+    for number, (start, stop) in enumerate(_segments(n_slots, per_file)):
+        pieces = {name: _slice(array, cuts[name].axis, start, stop) for name, array in arrays.items()}
+        path = folder / _file_name(group, number)
+        is_known = stop == min(start + per_file, n_before) and before is not None
+        if is_known and (changed is None or not changed[start:stop].any()):
+            assert before is not None
+            old = before / path.name
+            if (changed is not None or _holds(old, pieces)) and _link(old, path):
+                continue
+        layout.write(path, KIND, pieces, dtypes, {"slots": [start, stop]})
+    return described
+
+
+def _describe_group(cuts: Mapping[str, Cut], content: Content) -> dict[str, Any]:
+    first = next(iter(cuts.values()))
+    n_slots, described, n_bytes = first.shape[first.axis], {}, 0
+    for name, cut in cuts.items():
+        dtype, shape = content.arrays[name].dtype, [*cut.shape]
+        shape[cut.axis] = 1
+        n_bytes += dtype.itemsize * math.prod(shape)
+        described[name] = [dtype.name, content.dtypes.get(name), shape, cut.axis]
+    per_file = max(-(-first.capacity // MOST_FILES), -(-LEAST_BYTES // max(n_bytes, 1)))
+    return {"per_file": per_file, "n_slots": n_slots, "arrays": described}
+
+
+def _segments(n_slots: int, per_file: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + per_file, n_slots)) for start in range(0, n_slots, per_file))
+
+
+def _slice(array: Any, axis: int, start: int, stop: int) -> Any:
+    return array[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def _file_name(group: str, number: int) -> str:
+    return f"{group}_{number:05}{ENDING}"
+
+
+def _find_groups(folder: Path | None) -> Mapping[str, Any]:
+    """What the header of an earlier folder says of its groups; {} if it cannot be read."""
+    if folder is None:
+        return {}
+    try:
+        groups: Mapping[str, Any] = layout.read_header(folder / WHOLE)["state"]["groups"]
+        return {name: each for name, each in groups.items() if type(each) is dict and type(each["n_slots"]) is int}
+    except (FileError, FileNotFoundError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _holds(path: Path, pieces: Mapping[str, Any]) -> bool:
+    """Whether a file holds these arrays, by their checksums."""
+    try:
+        with READERS[ENDING](path) as archive:
+            return all(archive.checksum_of(name) == npz_checksum(piece) for name, piece in pieces.items())
+    except (FileError, FileNotFoundError, KeyError, ValueError):
+        return False
+
+
+def _link(old: Path, new: Path) -> bool:
+    """Gives a file a second name; False if it is gone, or the file system cannot."""
+    try:
+        os.link(old, new)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def open_folder(folder: Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
+    """Opens a folder; gives a reader of all its arrays, and a header as that of one file.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        FileError: the folder is damaged, or not one of rlstructs.
+    """
+    path = folder / WHOLE
+    with layout.open_reader(path) as (_, header):
+        pass
+    with READERS[ENDING](path) as archive:
+        try:
+            reader = SegmentReader(folder, archive, header)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise FileError(f"{path}: damaged: {clean_text(error)}") from error
+        # A dtype and shape, as `reader.spec_of` gives them, is all that is asked of these.
+        yield reader, {**header, "arrays": dict.fromkeys([*header["arrays"], *reader.cut]), "state": reader.state}
+
+
+@dataclass(frozen=True)
+class _CutArray:
+    """What is known of an array that is cut.
+
+    Attributes:
+        dtype: of the array.
+        shape: of the array.
+        cut_shape: the shape in which it is cut.
+        axis: the axis of slots.
+        group: its group.
+        per_file: slots per file.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    cut_shape: tuple[int, ...]
+    axis: int
+    group: str
+    per_file: int
+
+    @property
+    def n_slots(self) -> int:
+        return self.cut_shape[self.axis]
+
+    def piece_shape(self, start: int, stop: int) -> tuple[int, ...]:
+        return (*self.cut_shape[: self.axis], stop - start, *self.cut_shape[self.axis + 1 :])
+
+
+class SegmentReader:
+    """Reads the arrays of a folder as if they were in one file; see `Reader`.
+
+    Args:
+        folder: the folder.
+        whole: the open file of arrays that are not cut.
+        header: its header.
+
+    Attributes:
+        cut: the arrays that are cut.
+        state: what was given as the state.
+    """
+
+    text = ""
+
+    def __init__(self, folder: Path, whole: Reader, header: Mapping[str, Any]) -> None:
+        self._folder, self._whole, self.text = folder, whole, whole.text
+        state = header["state"]
+        self.state, self.cut = state["own"], dict[str, _CutArray]()
+        for group, known in state["groups"].items():
+            if not (type(group) is str and group.replace("_", "").isalnum() and group.isascii()):
+                raise ValueError(f"{group!r} is no group of arrays")
+            per_file, n_slots = _count(known["per_file"], 1), _count(known["n_slots"], 0)
+            for name, (dtype, _, shape, axis) in known["arrays"].items():
+                cut_shape = [_count(n, 0) for n in shape]
+                cut_shape[_count(axis, 0)] = n_slots
+                own = tuple(_count(n, 0) for n in state["shapes"][name])
+                if math.prod(own) != math.prod(cut_shape) or name in header["arrays"] or name in self.cut:
+                    raise ValueError(f"the shape of {name!r} is not that of its files")
+                self.cut[name] = _CutArray(DTYPES[dtype], own, tuple(cut_shape), axis, group, per_file)
+
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        if name not in self.cut:
+            return self._whole.spec_of(name)
+        return self.cut[name].dtype, self.cut[name].shape
+
+    def verify(self) -> None:
+        """Raises ValueError, FileError or FileNotFoundError if a file is damaged, missing or another one."""
+        self._whole.verify()
+        by_group = itertools.groupby(self.cut.items(), key=lambda item: item[1].group)
+        for _, members in by_group:
+            cuts = dict(members)
+            first = next(iter(cuts.values()))
+            for number, (start, stop) in enumerate(_segments(first.n_slots, first.per_file)):
+                self._verify_file(cuts, number, start, stop)
+
+    def _verify_file(self, cuts: Mapping[str, _CutArray], number: int, start: int, stop: int) -> None:
+        path = self._folder / _file_name(next(iter(cuts.values())).group, number)
+        with layout.open_reader(path) as (reader, header):
+            layout.check_class(path, header, KIND)
+            wanted = {name: (cut.dtype, cut.piece_shape(start, stop)) for name, cut in cuts.items()}
+            if header["state"] != {"slots": [start, stop]} or header["arrays"].keys() != cuts.keys():
+                raise ValueError("it is another file of the folder")
+            if any(reader.spec_of(name) != spec for name, spec in wanted.items()):
+                raise ValueError("its arrays are not those of the folder")
+            reader.verify()
+
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
+        if name not in self.cut:
+            self._whole.read_into(name, array, first)
+        elif self.cut[name].axis == 0:
+            self._read_in_order(name, array.reshape(-1), first)
+        elif first or array.size != math.prod(self.cut[name].shape):
+            raise ValueError(f"{name!r} can only be read as a whole")
+        else:
+            self._read_across(name, array)
+
+    def _read_in_order(self, name: str, numbers: np.ndarray, first: int) -> None:
+        """Reads numbers of an array whose files follow one another."""
+        cut = self.cut[name]
+        per_file = cut.per_file * math.prod(cut.cut_shape[1:])
+        done = 0
+        while done < numbers.size:
+            number, skipped = divmod(first + done, per_file)
+            part = numbers[done : done + per_file - skipped]
+            with READERS[ENDING](self._folder / _file_name(cut.group, number)) as archive:
+                archive.read_into(name, part, skipped)
+            done += part.size
+
+    def _read_across(self, name: str, array: np.ndarray) -> None:
+        """Reads an array of which each file holds a part of every row."""
+        cut = self.cut[name]
+        whole = array.reshape(cut.cut_shape)
+        for number, (start, stop) in enumerate(_segments(cut.n_slots, cut.per_file)):
+            piece = np.empty(cut.piece_shape(start, stop), cut.dtype)
+            with READERS[ENDING](self._folder / _file_name(cut.group, number)) as archive:
+                archive.read_into(name, piece)
+            _slice(whole, cut.axis, start, stop)[...] = piece
+
+
+def _count(value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{clean_text(repr(value))} is no size")
+    return value
