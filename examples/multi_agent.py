@@ -8,7 +8,7 @@ Three agents are to cover three landmarks without collisions. Each agent of each
 that leave before others have shorter slots, which the mask says. It shows a progress bar, and prints at the end the
 mean return of an agent in `--n-eval` episodes in which policies take their most likely action.
 
-`--env-id` may be another module of mpe2 whose agents have equal spaces. Needs `rlstructs[pettingzoo]` and `mpe2`.
+`--env-id` may be another module of mpe2 whose agents have equal spaces. Needs the extra `pettingzoo` and `mpe2`.
 `--track tensorboard:runs/multi_agent`, `wandb:PROJECT` or `trackio:PROJECT` keeps metrics there.
 """
 

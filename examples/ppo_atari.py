@@ -14,7 +14,7 @@ its actions as in the training, and how fast the training was:
     ALE/Pong-v5: score -8.9, 999424 steps, 230 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/pong` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
 services, whose package is needed.
 """
 
@@ -207,7 +207,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -11,7 +11,7 @@ how fast it was:
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/sac` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
 services, whose package is needed. HalfCheetah needs `gymnasium[mujoco]`.
 """
 
@@ -208,7 +208,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:
