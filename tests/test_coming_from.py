@@ -1,4 +1,4 @@
-"""The table of the page "Coming from another library" names what there is: every class and method in its last two columns is really here."""
+"""The table of docs/questions/coming_from.md names what there is: every class and method that is said to be here is."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         importlib.import_module(module or "torch")
     except ImportError as error:
         package = str(module).split(".")[0]
-        raise SpecError(f"{option}: {path.suffix} files need {package}: {error}: pip install {INSTALL[package]}") from error
+        install = f"pip install {INSTALL[package]}"
+        raise SpecError(f"{option}: {path.suffix} files need {package}: {error}: {install}") from error
 
 
 def check_folder(option: str, path: Path) -> None:
