@@ -48,7 +48,7 @@ def train_ours(seed: int, n_steps: int) -> Curve:
         args.n_timesteps, Policy, {"network": network}, create_env, env_args, args.n_processes, seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
     ) as batcher:  # fmt: skip
-        batcher.reset()
+        batcher.reset(agent_info=DictTensor({"greedy": torch.zeros(batcher.n_elems(), dtype=torch.bool)}))
         while done < n_steps:
             batcher.execute()
             batch, _ = batcher.get()
@@ -95,7 +95,7 @@ def train_sb3(seed: int, n_steps: int, kind: str) -> Curve:
 def run(kind: str, seed: int, n_steps: int) -> Curve:
     """One training in a process of its own."""
     command = [sys.executable, __file__, "--run", kind, "--seeds", str(seed), "--n-steps", str(n_steps)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 
 def print_table(curves: dict[str, list[Curve]]) -> None:

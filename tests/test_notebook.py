@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,8 @@ def test_the_notebook_prints_what_is_saved_in_it(subprocess_env, tmp_path, monke
     pytest.importorskip("ipykernel")
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr(os, "environ", {**os.environ, **subprocess_env})
+    for name, value in subprocess_env.items():
+        monkeypatch.setenv(name, value)
     saved, notebook = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
     nbclient.NotebookClient(
         notebook, timeout=LIMIT, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
