@@ -40,18 +40,20 @@ def _value_of(default: Any, function: griffe.Function) -> Any:
     """The text of a default: of a constant its value, of anything else the default as it is."""
     if not isinstance(default, griffe.ExprName) or not default.name.isupper():
         return default
+    module, name = function.module, default.name
     try:
-        module_path, _, name = function.resolve(default.name).rpartition(".")
-        module = function.modules_collection.get_member(module_path)
-    except (griffe.NameResolutionError, KeyError):  # it comes from another package
+        path, _, name = function.resolve(name).rpartition(".")
+        module = function.modules_collection.get_member(path)
+    except griffe.NameResolutionError:  # griffe does not see `A, B = "a", "b"`
+        pass
+    except KeyError:  # it comes from another package
         return default
-    value = _constants(module.filepath).get(name)
-    return default if value is None else repr(value).replace("'", '"')
+    return _constants(module.filepath).get(name, default)
 
 
 @cache
-def _constants(path: Path) -> dict[str, Any]:
-    """The texts and numbers that a module assigns to names, `A, B = "a", "b"` included."""
+def _constants(path: Path) -> dict[str, str]:
+    """The texts, numbers and empty objects that a module assigns to names, as they are written."""
     found = {}
     for node in ast.parse(path.read_text()).body:
         if not isinstance(node, ast.Assign):
@@ -60,9 +62,8 @@ def _constants(path: Path) -> dict[str, Any]:
             pairs = [(target, node.value)]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(target.elts, node.value.elts, strict=False))
-            found |= {
-                name.id: value.value
-                for name, value in pairs
-                if isinstance(name, ast.Name) and isinstance(value, ast.Constant)
-            }
+            for name, value in pairs:
+                is_shown = isinstance(value, ast.Constant) or ast.unparse(value) == "DictTensor()"
+                if isinstance(name, ast.Name) and is_shown:
+                    found[name.id] = ast.unparse(value).replace("'", '"')
     return found
