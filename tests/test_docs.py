@@ -254,7 +254,7 @@ def tables_of(page: Path) -> list[list[list[str]]]:
         if line.startswith("|") and not before.startswith("|"):
             found.append([])
         if line.startswith("|") and not line.startswith("| ---"):
-            found[-1].append([cell.strip() for cell in line.strip("|").split(" | ")])
+            found[-1].append([cell.strip() for cell in line[1:-1].split("|")])
         before = line
     return found
 
