@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from ppo import Args
@@ -44,18 +45,23 @@ class Clock(BaseCallback):
         return True
 
 
-def main(options: argparse.Namespace) -> None:
-    args = Args(seed=options.seed, n_steps=options.n_steps)
-    torch.set_num_threads(1)
-    kind = DummyVecEnv if options.dummy else SubprocVecEnv
+def create_model(args: Args, kind: type[VecEnv], learning_rate: Callable[[float], float]) -> PPO:
+    """A PPO on new environments, with the hyperparameters of the example."""
     envs = make_vec_env(args.env_id, args.n_processes * args.n_envs, args.seed, vec_env_cls=kind)
-    envs = VecNormalize(envs, gamma=args.gamma)
-    model = PPO(
-        "MlpPolicy", envs, learning_rate=lambda left: args.learning_rate * left, n_steps=args.n_timesteps,
+    return PPO(
+        "MlpPolicy", VecNormalize(envs, gamma=args.gamma), learning_rate=learning_rate, n_steps=args.n_timesteps,
         batch_size=args.minibatch_size, n_epochs=args.n_epochs, gamma=args.gamma, gae_lambda=args.gae_lambda,
         clip_range=args.clip, ent_coef=args.entropy_weight, vf_coef=0.5, max_grad_norm=0.5, seed=args.seed,
         device="cpu",
     )  # fmt: skip
+
+
+def main(options: argparse.Namespace) -> None:
+    args = Args(seed=options.seed, n_steps=options.n_steps)
+    torch.set_num_threads(1)
+    kind = DummyVecEnv if options.dummy else SubprocVecEnv
+    model = create_model(args, kind, lambda left: args.learning_rate * left)
+    envs = model.get_vec_normalize_env()
     clock, start = Clock(), time.perf_counter()
     model.learn(args.n_steps, callback=clock)
     seconds = time.perf_counter() - start

@@ -82,7 +82,7 @@ class Work:
     weights: int = 40_000
 
 
-# Of the first three, a step takes what it does in the README's table: two workers over the limit.
+# Of the first three, a step takes what it does in the rollouts of docs/measured.md: two workers over the limit.
 WORKS = (
     Work("CartPole-v1", 7.2e-6, 40, 64, 128),
     Work("HalfCheetah-v5", 41e-6, 180, 16, 128),

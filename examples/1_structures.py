@@ -87,7 +87,7 @@ def convert(batch: Trajectories) -> None:
     frames[:] = 0  # a copy: `numpy(view=True)` shares memory
     print("back, and another now:", Trajectories.from_numpy(arrays) != batch)
     if importlib.util.find_spec("jax") is None:
-        print("jax: is not here, pip install 'rlstructs[jax]'")
+        print("jax: is not here, pip install jax")
         return
     arrays = batch.trajectories.jax()  # of 32 bits where there were 64, unless jax_enable_x64 is set
     rewards, steps = arrays["reward"], TemporalDictTensor.from_jax(arrays)

@@ -10,7 +10,7 @@ takes its most likely action, and how fast the training was:
     CartPole-v1 without velocities: score 500.0, 1000448 steps, 24452 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/a2c` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
 services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which then
 ends it; run again it goes on from there.
 """
@@ -192,7 +192,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -2,7 +2,7 @@
 
     python examples/collect_to_memory.py --env-id CartPole-v1 --n-processes 2
 
-needs `rlstructs[jax]`, and prints what each library gets, and at the end how much the memory holds:
+needs the extra `jax`, and prints what each library gets, and at the end how much the memory holds:
 
     torch: observations torch.Size([64, 4]) torch.float32, rewards torch.Size([64, 1]) torch.float32
     jax: observations (64, 4) float32, rewards (64, 1) float32

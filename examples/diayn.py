@@ -12,7 +12,7 @@ actions, the discriminator finds the skill (by chance: 1 / `--n-skills`), and ho
     CartPole-v1 with 4 skills: score 0.852, 200704 steps, 4820 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/diayn` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
 services, whose package is needed.
 """
 
@@ -204,7 +204,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

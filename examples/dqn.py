@@ -8,7 +8,7 @@ the mean return of `--n-eval` episodes in which no action is random, and how fas
     CartPole-v1: score 500.0, 150016 steps, 904 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/dqn` keeps its metrics there; either
-needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
 services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which then
 ends it; run again it goes on from there.
 """
@@ -193,7 +193,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -10,7 +10,7 @@ episodes of the parameters in the middle, and how fast the training was:
     CartPole-v1: score 500.0, 200133 steps, 28763 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/evolution` keeps its metrics there;
-either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
+either needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
 these services, whose package is needed.
 """
 
@@ -171,7 +171,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

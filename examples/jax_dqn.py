@@ -3,13 +3,13 @@
     python examples/jax_dqn.py --seed 1
 
 The same network acts in the workers and learns in the trainer. In the workers jax sees the CPU alone: they do not take
-the memory of a GPU that the learner is on. It needs `pip install 'rlstructs[jax]'`, shows a progress bar, and prints at
+the memory of a GPU that the learner is on. It needs `pip install -e '.[jax]'`, shows a progress bar, and prints at
 the end the mean return of `--n-eval` episodes in which no action is random, and how fast the training was:
 
     CartPole-v1: score 500.0, 50048 steps, 1397 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/jax_dqn` keeps its metrics there;
-either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
+either needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
 these services, whose package is needed.
 """
 
@@ -206,7 +206,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -11,7 +11,7 @@ training was:
 
     simple_spread_v3: score -18.3, 400800 steps, 1439 steps/s
 
-`--env-id` may be another module of mpe2 whose agents have equal spaces. Needs `rlstructs[pettingzoo]` and `mpe2`.
+`--env-id` may be another module of mpe2 whose agents have equal spaces. Needs the extra `pettingzoo` and `mpe2`.
 `--track tensorboard:runs/multi_agent`, `wandb:PROJECT` or `trackio:PROJECT` keeps metrics there.
 """
 

@@ -3,7 +3,7 @@
     python examples/offline_dataset.py --path cartpole.npz
 
 Controllers of very different skill play CartPole-v1 in parallel workers; what they did goes to a file: `.npz`, `.pt`,
-or `.h5` for other programs (`rlstructs[hdf5]`). `--n-epochs 0` ends with that, `--n-rollouts 0` begins with what is
+or `.h5` for other programs (the extra `hdf5`). `--n-epochs 0` ends with that, `--n-rollouts 0` begins with what is
 there. From the file two policies learn: a clone does what is done most often; in advantage-weighted regression (Peng et
 al., 2019) an action counts for more, the more its return exceeds what is usual where it was taken. It shows a progress
 bar, and prints how they play, the score of the second at the end:
@@ -14,7 +14,7 @@ bar, and prints how they play, the score of the second at the end:
     CartPole-v1: score 500.0, 1966080 steps, 126202 steps/s
 
 `--plot curve.png` draws the returns of the second after each epoch, `--track tensorboard:runs/offline` keeps its
-metrics there; either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT`
+metrics there; either needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT`
 they go to these services, whose package is needed.
 """
 
@@ -224,7 +224,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -12,9 +12,9 @@ much of it the learner had nothing to learn from:
     CartPole-v1: score 500.0, 200704 steps, 47925 steps/s, 9% of the time waiting for rollouts
 
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
-`--track tensorboard:runs/ppo` keeps its metrics (either needs `rlstructs[plot]`), `--track wandb:PROJECT` likewise.
+`--track tensorboard:runs/ppo` keeps its metrics (either needs the extra `plot`), `--track wandb:PROJECT` likewise.
 `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which ends it; run again it goes on from there.
-`--ray auto` has the workers run on a Ray cluster, `--ray local` on one of this machine (`rlstructs[ray]`). HalfCheetah
+`--ray auto` has the workers run on a Ray cluster, `--ray local` on one of this machine (the extra `ray`). HalfCheetah
 needs `gymnasium[mujoco]`. Where an observation has two entries, of which KEY says by 0 and 1 which actions are allowed,
 `--action-mask KEY` forbids the others.
 """
@@ -200,7 +200,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

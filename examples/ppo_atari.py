@@ -208,7 +208,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -9,7 +9,7 @@ most), and padding after it that does not count. It shows a progress bar, and pr
     CartPole-v1: score 500.0, 502612 steps, 19360 steps/s
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/reinforce` keeps its metrics there;
-either needs `pip install 'rlstructs[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
+either needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
 these services, whose package is needed.
 """
 
@@ -147,7 +147,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -9,9 +9,10 @@ policy's. It prints at the end the mean return of `--n-eval` episodes with mean 
 
     Pendulum-v1: score -148.5, 20000 steps, 420 steps/s
 
-`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/sac` keeps its metrics there (either
-needs `rlstructs[plot]`), `--track wandb:PROJECT` and `--track trackio:PROJECT` likewise. `--checkpoint FOLDER` saves
-the training every minute, and at SIGTERM, which ends it; run again it goes on. HalfCheetah needs `gymnasium[mujoco]`.
+`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/sac` keeps its metrics there; either
+needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
+services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which then
+ends it; run again it goes on from there. HalfCheetah needs `gymnasium[mujoco]`.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Log:
         return speed
 
 
-def optional(module: str, install: str = "--plot needs pip install 'rlstructs[plot]'"):
+def optional(module: str, install: str = "--plot needs pip install matplotlib"):
     try:
         return importlib.import_module(module)
     except ImportError as error:

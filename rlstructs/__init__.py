@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
     from rlstructs.structures.trajectories import Trajectories
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "Checkpoint": "checkpoints.checkpoint",

@@ -1,4 +1,4 @@
-"""The README's table names what there is: every class and method in its last two columns is really here."""
+"""The table of docs/questions/coming_from.md names what there is: every class and method that is said to be here is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs/questions/coming_from.md"
 # Of each system: where its classes are here, and which of them have its methods.
 SYSTEMS = {
     "rlstructures": ("rlstructs", ["RL_Batcher"]),
@@ -21,7 +21,7 @@ SYSTEMS = {
 
 def rows():
     """(system, what it is called there, what it is called here) of each row of the table."""
-    table = README.read_text().partition("### Coming from")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    table = PAGE.read_text().partition("\n\n|")[2].partition("\n\n")[0]
     system = ""
     for line in table.splitlines()[2:]:
         first, there, here = (cell.strip() for cell in line.strip("|").split(" | "))

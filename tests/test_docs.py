@@ -31,6 +31,7 @@ FENCE, TITLED, OUTPUT, SHELL = "```python", "```python title=", "```text", "```s
 END_OF_BLOCK = "-- end of a block --"
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
 SMALL = {
+    "python benchmarks/curves.py": "--seeds 0 --n-steps 2048 --out curve.png",
     "python benchmarks/feeding.py": "--rows cartpole-64 --repeats 1 --rollouts 1",
     "python benchmarks/frames.py": "--steps 400 --repeats 1",
     "python benchmarks/overlap.py": "--rows updates --repeats 1",
@@ -157,7 +158,7 @@ def test_a_prompt_takes_what_is_pasted(page):
 def test_the_readme_installs_and_shows_a_program_at_once():
     shell, program, output, *_ = blocks_of((ROOT / "README.md").read_text())
     assert [block.kind for block in (shell, program, output)] == [SHELL, FENCE, OUTPUT]
-    assert "pip install" in shell.lines[-1] and shell.line < 20 and output.line + len(output.lines) <= 30
+    assert "pip install" in "".join(shell.lines) and shell.line < 20 and output.line + len(output.lines) <= 30
 
 
 def small(command: str) -> str | None:
@@ -245,3 +246,64 @@ def test_a_block_that_prints_something_else_is_noticed(subprocess_env, tmp_path)
 def test_an_error_names_the_line_of_the_page(subprocess_env, tmp_path):
     with pytest.raises(AssertionError, match="line 4, in"):
         run("# A page\n\n```python\n1 / 0\n```\n", tmp_path, subprocess_env)
+
+
+WIDTH = 90  # of a block of code, which then does not scroll on a desktop
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "contributing" not in page.parts], ids=name_of)
+def test_a_block_of_python_or_output_does_not_scroll(page):
+    blocks = [block for block in blocks_of(page.read_text()) if block.kind != SHELL]
+    assert not [line for block in blocks for line in block.lines if len(line) > WIDTH]
+
+
+def tables_of(page: Path) -> list[list[list[str]]]:
+    """The tables of a page: rows of cells, without the row of dashes."""
+    found: list[list[list[str]]] = []
+    before = ""
+    for line in page.read_text().splitlines():
+        if line.startswith("|") and not before.startswith("|"):
+            found.append([])
+        if line.startswith("|") and not line.startswith("| ---"):
+            found[-1].append([cell.strip() for cell in line[1:-1].split("|")])
+        before = line
+    return found
+
+
+def test_a_number_of_the_readme_stands_on_the_page_that_explains_it():
+    kept = {"measured.md": "work (2 workers)", "questions/failures.md": "event"}
+    for name, title in kept.items():
+        [own] = [table for table in tables_of(ROOT / "README.md") if table[0][0] == title]
+        [whole] = [table for table in tables_of(ROOT / "docs" / name) if table[0][0] == title]
+        columns = [whole[0].index(head) for head in own[0]]
+        assert own == [[row[column] for column in columns] for row in whole]
+
+
+def speed_of(cell: str) -> float:
+    return float(cell.strip("*").partition(" ")[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/measured.md"], ids=name_of)
+def test_only_the_fastest_contender_of_a_row_is_bold(page):
+    tables = [table for table in tables_of(page) if "gymnasium async" in table[0]]
+    assert tables
+    for head, *rows in tables:
+        for row in rows:
+            speeds = [speed_of(cell) for name, cell in zip(head[1:], row[1:], strict=True) if name != "limit"]
+            assert [speed_of(cell) for cell in row[1:] if "**" in cell] in ([], [max(speeds)])
+
+
+@pytest.mark.parametrize(
+    "word", ["checkpoint", "resume", "offline", "Minari", "Jupyter", "wandb", "callback", "pdb", "tutorial", "Colab"]
+)
+def test_the_search_finds_what_users_ask_for(word):
+    assert any(re.search(rf"\b{word}", page.read_text(), re.IGNORECASE) for page in DOCS)
+
+
+def test_the_pages_can_be_read_without_building_the_site():
+    for page in DOCS:
+        text = page.read_text()
+        entries = re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE)
+        shown = re.sub(r"^:::.*$", "", text, flags=re.MULTILINE)
+        assert "--8<--" not in text
+        assert not [name for name in entries if not re.search(rf"\b{name}\b", shown, re.IGNORECASE)]

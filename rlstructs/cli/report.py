@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
 # Such a module -> the extra that installs it.
-EXTRAS = {"h5py": "hdf5", "matplotlib": "plot", "imageio_ffmpeg": "plot"}
+INSTALL = {"h5py": "h5py", "matplotlib": "matplotlib", "imageio_ffmpeg": "'imageio[ffmpeg]'"}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
 # The most episodes in the running mean of a plot.
@@ -58,7 +58,7 @@ def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None) ->
         try:
             importlib.import_module("rlstructs.integrations.minari.writing")
         except ImportError as error:
-            raise SpecError(f"--minari: needs minari: {error}: pip install 'rlstructs[minari]'") from error
+            raise SpecError(f"--minari: needs minari: {error}: pip install 'minari[hdf5]' pillow") from error
 
 
 def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
@@ -83,7 +83,7 @@ def check_path(option: str, path: Path, endings: dict[str, str | None]) -> None:
         importlib.import_module(module or "torch")
     except ImportError as error:
         package = str(module).split(".")[0]
-        install = f"pip install 'rlstructs[{EXTRAS[package]}]'"
+        install = f"pip install {INSTALL[package]}"
         raise SpecError(f"{option}: {path.suffix} files need {package}: {error}: {install}") from error
 
 

@@ -36,7 +36,7 @@ def import_ray(what: str = "RayBatcher") -> Any:
         import ray
         from ray import init  # noqa: F401  fails for a folder called ray, such as Ray's own in /tmp
     except ImportError as error:
-        raise ImportError(f"{what} needs ray: pip install 'rlstructs[ray]'") from error
+        raise ImportError(f"{what} needs ray: pip install ray") from error
     return ray
 
 

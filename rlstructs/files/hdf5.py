@@ -96,7 +96,7 @@ def import_h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise ImportError("h5py is needed for .h5 files: pip install 'rlstructs[hdf5]'") from error
+        raise ImportError("h5py is needed for .h5 files: pip install h5py") from error
     return h5py
 
 

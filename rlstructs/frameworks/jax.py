@@ -14,7 +14,7 @@ from rlstructs.frameworks.framework import copy_tensor
 try:
     import jax
 except ImportError as error:
-    raise ImportError("jax is needed for its memories: pip install 'rlstructs[jax]'") from error
+    raise ImportError("jax is needed for its memories: pip install jax") from error
 
 
 # Arguments of a compiled function reach a device several times faster than through `device_put`. Compiling it for new

@@ -87,7 +87,7 @@ class TensorBoardLog(Log):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoardLog needs tensorboard: pip install 'rlstructs[plot]'") from error
+            raise ImportError("TensorBoardLog needs tensorboard: pip install tensorboard") from error
         self._writer = SummaryWriter(folder)
         if config is not None:
             lines = json.dumps(dict(config), indent=4, default=repr).splitlines()

@@ -35,7 +35,7 @@ from rlstructs import (
 from rlstructs.distributed import replay_files
 from rlstructs.files.layout import replace_file
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
+pytest.importorskip("ray", reason="ray is not installed: pip install ray")
 
 N_ENVS, T, EPISODE = 5, 12, 7
 NAMES = {"obs": "observation/frame", "rewards": "_observation/reward", "next_obs": "_observation/frame",

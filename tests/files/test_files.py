@@ -465,10 +465,10 @@ def test_an_h5_file_reads_no_other_file(tmp_path):
 
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(ImportError, match=r"pip install 'rlstructs\[hdf5\]'"):
+    with pytest.raises(ImportError, match=r"pip install h5py"):
         sample().save(tmp_path / "x.h5")
     (tmp_path / "y.h5").write_bytes(b"")
-    with pytest.raises(ImportError, match=r"pip install 'rlstructs\[hdf5\]'"):
+    with pytest.raises(ImportError, match=r"pip install h5py"):
         Trajectories.load(tmp_path / "y.h5")
     assert os.listdir(tmp_path) == ["y.h5"]
 

@@ -277,7 +277,7 @@ print([of_batcher(env_id) for env_id in ("Main-v0", "Wrapped-v0", "ByValue-v0")]
 
 
 def test_nodes_of_a_cluster_find_the_program_too(subprocess_env, tmp_path):
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     text = """
 import gymnasium, numpy as np, ray
 from rlstructs import GymEnvInf, RandomAgent, RayBatcher
