@@ -29,6 +29,7 @@ FENCE, TITLED, OUTPUT, SHELL = "```python", "```python title=", "```text", "```s
 END_OF_BLOCK = "-- end of a block --"
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
 SMALL = {
+    "python benchmarks/checkpoints.py": "--n-rows 2000 --repeats 1 --n-saves 1",
     "python benchmarks/frames.py": "--steps 400 --repeats 1",
     "python benchmarks/overlap.py": "--rows updates --repeats 1",
     "python benchmarks/replay.py": "--rows uniform --capacity 2000 --repeats 1 --no-peers",
