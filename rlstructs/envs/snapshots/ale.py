@@ -59,7 +59,7 @@ def find_last_action(env: Any, state: Any) -> int | None:
         set_last_action(ale, state, action)
         if _play(ale, chance) == expected:
             set_last_action(ale, state, action)
-            return action
+            return int(action)
     raise TypeError("no action has the effect of the emulator's last one")
 
 
