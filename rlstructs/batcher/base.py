@@ -57,7 +57,7 @@ class BatcherBase:
         lost, or that `reset`, `close` or another `feed` drops, are not in it.
 
         The memory moves to shared memory: tensors that the program holds do not follow. While rollouts are under way it
-        can be drawn from and read, and not be saved, written to or cleared; with a run-ahead `reset` ends them.
+        can be drawn from, read and saved, which waits for them, and not be written to or cleared.
 
         Where workers cannot write to a memory, the trainer adds each rollout as it hands it out. These are memories on
         a device or with `export=True`, buffers with one ring for all environments (those of torchrl, and a

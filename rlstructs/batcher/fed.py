@@ -82,7 +82,8 @@ class FedByWorkers:
     def begin_rollouts(self) -> None:
         """Hides what workers will write until it is handed out."""
         if self._live is None:
-            self._hide(self._storage.ring.counters.copy())
+            with self._storage.lock:  # after another thread has saved the memory
+                self._hide(self._storage.ring.counters.copy())
         self._reserve([self._n_allowed] * len(self._transport.blocks))
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
@@ -142,7 +143,12 @@ class FedByWorkers:
         """Has this process read by its own counters, and no longer by those that workers write."""
         self._live = self._storage.ring.counters
         self._shown, self._lost = shown, shown[RESERVED].copy()
-        self._storage.show(shown)
+        self._storage.show(shown, self._settle)
+
+    def _settle(self) -> None:
+        """Waits until the workers have ended the rollouts that are under way."""
+        orders = (order for record in self._supervisor.records for order in record.orders)
+        self._supervisor.pool.settle([order.request for order in orders if not order.is_lost])
 
     def _lanes_of(self, worker: int) -> slice:
         block = self._transport.blocks[worker]

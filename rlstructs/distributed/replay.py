@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import cluster, replay_files
 from rlstructs.distributed.actor import Columns
+from rlstructs.distributed.replay_feed import ReplayFeed
 from rlstructs.distributed.shard import DATA, INDEX, LEAF, Dtypes, ShardSettings, columns_of
 from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
@@ -41,22 +42,6 @@ from workers.interrupts import defer_interrupt
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"
-
-
-@dataclass(frozen=True)
-class ReplayFeed:
-    """What `RL_Batcher.feed` needs of a `RayReplay`, whose rows are in no process that could be written to.
-
-    Args:
-        names: name in the memory -> key of the trajectories.
-    """
-
-    names: Mapping[str, str]
-    storage: None = None
-
-    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Those that the memory was made with."""
-        return dict(self.names)
 
 
 @set_module("rlstructs")

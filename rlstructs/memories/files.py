@@ -160,7 +160,7 @@ def _collect_tensors(memory: Memory) -> dict[str, Any]:
 
 def _collect_bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
     storage = memory._tensors.allocate()
-    storage.check_at_rest()  # what is read twice has to be the same
+    storage.settle()
     arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
     if storage.episodes is not None:
         arrays[EPISODES] = storage.episodes.columns.flat[EPISODE]

@@ -61,7 +61,7 @@ def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str
 def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
     storage = buffer._storage
-    storage.check_at_rest()  # what is read twice has to be the same
+    storage.settle()
     columns, n_slots = storage.columns, _used_slots(buffer)
     assert storage.episodes is not None
     arrays: dict[str, Any] = {

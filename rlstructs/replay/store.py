@@ -76,6 +76,7 @@ class Storage(CopiedWhole):
         self._span: Span | None = None
         # The counters that this process reads by while others write; None for those that all share.
         self._shown: np.ndarray | None = None
+        self._settle: Callable[[], None] | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
         # Incremented by every change of rows that are there; those that are appended raise the counters.
@@ -84,10 +85,18 @@ class Storage(CopiedWhole):
         self._map()
         renew_lock_after_fork(self)
 
-    def show(self, counters: np.ndarray | None) -> None:
-        """Has this process read by other counters, and refuse to write; None ends that."""
-        self._shown = counters
+    def show(self, counters: np.ndarray | None, settle: Callable[[], None] | None = None) -> None:
+        """Has this process read by other counters, and refuse to write; None ends that.
+
+        `settle` waits until no other process writes.
+        """
+        self._shown, self._settle = counters, settle
         self._map()
+
+    def settle(self) -> None:
+        """Waits until no worker writes: a file is read twice as it is written, and both have to give the same."""
+        if self._settle is not None:
+            self._settle()
 
     def _map(self) -> None:
         live = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
@@ -161,13 +170,9 @@ class Storage(CopiedWhole):
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
             self.rewrites += 1
 
-    def check_at_rest(self) -> None:
-        """Raises StateError while workers write."""
+    def _note_change(self) -> None:
         if self._shown is not None:
             raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
-
-    def _note_change(self) -> None:
-        self.check_at_rest()
         self.version += 1
 
     def track_episodes(self) -> Episodes:
@@ -195,14 +200,9 @@ class Storage(CopiedWhole):
             self.track_episodes().rebuild(done)
 
     def write(
-        self,
-        block: Mapping[str, Any],
-        lanes: slice | np.ndarray = ALL,
-        *,
-        lengths: np.ndarray | None = None,
-        done: np.ndarray | None = None,
-        starts: np.ndarray | None = None,
-    ) -> None:
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray = ALL, *, lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None, starts: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         """Appends up to T rows to each of n lanes; if T exceeds the capacity, the last rows remain.
 
         Args:
@@ -237,14 +237,9 @@ class Storage(CopiedWhole):
                 )
 
     def _write(
-        self,
-        block: Mapping[str, Any],
-        lanes: slice | np.ndarray,
-        n_timesteps: int,
-        lengths: np.ndarray | None,
-        done: np.ndarray | None,
-        starts: np.ndarray | None,
-    ) -> None:
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None,
+        done: np.ndarray | None, starts: np.ndarray | None,
+    ) -> None:  # fmt: skip
         ring = self.ring
         count = n_timesteps if lengths is None else lengths
         if (ring.reserved[lanes] > ring.head[lanes]).any():  # a writer was killed
@@ -332,11 +327,7 @@ class Storage(CopiedWhole):
         return last
 
     def sample(
-        self,
-        n: int,
-        select: Callable[[int], Selection],
-        read: Callable[[Selection], A],
-        redraws: int = MAX_REDRAWS,
+        self, n: int, select: Callable[[int], Selection], read: Callable[[Selection], A], redraws: int = MAX_REDRAWS
     ) -> tuple[Selection, A]:
         """Draws and reads `n` samples, none of them torn by a writer.
 
@@ -398,11 +389,11 @@ class Storage(CopiedWhole):
         return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("ring", "lock", "_span", "_shown")
+        left_out = ("ring", "lock", "_span", "_shown", "_settle")
         return {key: value for key, value in super().__getstate__().items() if key not in left_out}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self.lock, self._span, self._shown = threading.RLock(), None, None
+        self.lock, self._span, self._shown, self._settle = threading.RLock(), None, None, None
         self._map()
         renew_lock_after_fork(self)

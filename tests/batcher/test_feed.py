@@ -176,14 +176,13 @@ def test_what_was_not_handed_out_is_not_in_the_memory_and_later_rollouts_follow(
         np.testing.assert_array_equal(one[name], two[name][kept], err_msg=name)
 
 
-def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_program_s(counts, tmp_path):
+def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_program_s(counts):
     memory = memory_of(size=100)
     counts.feed(memory)
     counts.reset()
     counts.execute()
-    for call in (memory.reset, lambda: memory.save(tmp_path / "memory.npz")):
-        with pytest.raises(StateError, match="workers write to this memory: wait for their rollouts"):
-            call()
+    with pytest.raises(StateError, match="workers write to this memory: wait for their rollouts"):
+        memory.reset()
     counts.wait()
     counts.feed(None)
     counts.execute()
@@ -193,6 +192,22 @@ def test_a_batcher_that_feeds_none_again_hands_out_alone_and_the_memory_is_the_p
     assert len(memory) == 4 * T
     with count_batcher([[3, 5]], T, autoreset=True, n_processes=0, memory=memory):
         pass
+
+
+def test_a_memory_is_saved_while_workers_run_ahead(tmp_path):
+    """The file holds what was handed out, and not the rollout that a worker was writing as the save began."""
+    with count_batcher([[3, 5]], T, autoreset=True, run_ahead=1, memory=(memory := memory_of(size=100))) as batcher:
+        batcher.reset()
+        for n_rollouts in range(1, 30):
+            batcher.execute()
+            batcher.wait()
+            path = memory.save(tmp_path / "memory.npz")
+            back = memory_of(size=100)
+            back.load(path)
+            assert len(back) == len(memory) == min(2 * T * n_rollouts, len(memory))
+            names = memory.get_tensor_names()
+            pairs = zip(memory.sample_all(names)[0], back.sample_all(names)[0], strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
 
 
 def kill_after_writing(where, n_rollouts):
