@@ -151,6 +151,8 @@ def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories,
 class Log:
     """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
+    n_steps = property(lambda self: self.kept["n_steps"])
+
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
         self.track = open_log(args.track, vars(args))
@@ -159,12 +161,7 @@ class Log:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         self.path, self.start = args.plot, time.perf_counter()
-        # Steps and returns of the episodes; `curve`: the mean return of the latest 100, after so many steps.
-        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}
-
-    @property
-    def n_steps(self) -> int:
-        return self.kept["n_steps"]
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}  # of episodes; means of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
         self.kept["n_steps"] += n_steps

@@ -135,6 +135,8 @@ class Strategy:
 class Log:
     """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
+    n_steps = property(lambda self: self.kept["n_steps"])
+
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
         self.track = open_log(args.track, vars(args))
@@ -142,15 +144,15 @@ class Log:
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
-        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+        self.path, self.start = args.plot, time.perf_counter()
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}  # of episodes; means of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
-        self.n_steps += n_steps
-        self.returns += episodes["return"].tolist()
-        self.steps += [self.n_steps] * episodes.n_elems()
-        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
-        self.curve.append((self.n_steps, scalars["return"]))
+        self.kept["n_steps"] += n_steps
+        self.kept["returns"] += episodes["return"].tolist()
+        self.kept["steps"] += [self.n_steps] * episodes.n_elems()
+        scalars = {"return": torch.tensor(self.kept["returns"][-100:]).mean().item(), **scalars}
+        self.kept["curve"].append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
@@ -158,13 +160,13 @@ class Log:
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
-        speed = self.n_steps / (time.perf_counter() - self.start)
+        speed = self.bar.n / (time.perf_counter() - self.start)
         self.bar.close()
         self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
-            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
-            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.plot(self.kept["steps"], self.kept["returns"], ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.kept["curve"], strict=True), label="mean of 100")
             axes.legend()
             axes.set(xlabel="steps", ylabel="return")
             self.figure.savefig(self.path)

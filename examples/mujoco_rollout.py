@@ -49,6 +49,7 @@ class HalfCheetahs:
     def __init__(self, n_envs: int, seed: int) -> None:
         with gymnasium.make(ENV_ID) as env:
             self.model, self.start = env.unwrapped.model, env.unwrapped.init_qpos.copy()
+            self.action_space = env.action_space
         self.rngs = [np.random.default_rng(seed + k) for k in range(n_envs)]
         # Time, positions and velocities, as MuJoCo lines them up.
         self.states = np.zeros((n_envs, mujoco.mj_stateSize(self.model, mujoco.mjtState.mjSTATE_FULLPHYSICS)))

@@ -4,15 +4,14 @@ r"""Proximal policy optimisation on Atari games, from frames.
     python examples/ppo_atari.py --n-steps 999424
 
 Hyperparameters and preparation of frames are those of CleanRL's `ppo_atari.py`: no-ops and fire after a reset, an
-action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards, and a learning rate that falls to 0
-in `--n-annealing` steps, of which these are the first tenth. So are the games: gymnasium's own repeat the last action
-now and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives there are. With `--native`
-the games of a worker are one `AtariVectorEnv` of ale-py, which does all this in C++. It shows a progress bar, and
-prints at the end the mean return of `--n-eval` games, in which actions are drawn as in the training, and its speed:
+action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards, and a learning rate that falls to
+0 in `--n-annealing` steps, of which these are the first tenth. So are the games; those of gymnasium repeat actions now
+and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives there are. With `--native`
+the games of a worker are one `AtariVectorEnv` of ale-py, which does all this in C++. `--plot` and `--track` do what
+they do in `ppo.py`. It prints at the end the mean return of `--n-eval` games, in which actions are drawn as in the
+training, and its speed:
 
     ALE/Pong-v5: score -8.9, 999424 steps, 230 steps/s
-
-`--plot curve.png` and `--track tensorboard:runs/pong` do what they do in `ppo.py`.
 """
 
 from __future__ import annotations
@@ -172,6 +171,8 @@ def learn(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Traject
 class Log:
     """A progress bar, and metrics for `--track` and a learning curve where they are asked for."""
 
+    n_steps = property(lambda self: self.kept["n_steps"])
+
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
         self.track = open_log(args.track, vars(args))
@@ -179,15 +180,15 @@ class Log:
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
-        self.path, self.n_steps, self.start = args.plot, 0, time.perf_counter()
-        self.steps, self.returns, self.curve = [], [], []  # of each episode; steps and mean return of the latest 100
+        self.path, self.start = args.plot, time.perf_counter()
+        self.kept = {"n_steps": 0, "steps": [], "returns": [], "curve": []}  # of episodes; means of the latest 100
 
     def add(self, n_steps: int, episodes: DictTensor, scalars: dict[str, float]) -> None:
-        self.n_steps += n_steps
-        self.returns += episodes["return"].tolist()
-        self.steps += [self.n_steps] * episodes.n_elems()
-        scalars = {"return": torch.tensor(self.returns[-100:]).mean().item(), **scalars}
-        self.curve.append((self.n_steps, scalars["return"]))
+        self.kept["n_steps"] += n_steps
+        self.kept["returns"] += episodes["return"].tolist()
+        self.kept["steps"] += [self.n_steps] * episodes.n_elems()
+        scalars = {"return": torch.tensor(self.kept["returns"][-100:]).mean().item(), **scalars}
+        self.kept["curve"].append((self.n_steps, scalars["return"]))
         self.bar.set_postfix_str(f"return {scalars['return']:.1f}", refresh=False)
         self.bar.total = max(self.bar.total, self.n_steps)  # the last rollout is a whole one
         self.bar.update(n_steps)
@@ -195,13 +196,13 @@ class Log:
 
     def close(self) -> float:
         """Writes what there is to write; steps/s of the training."""
-        speed = self.n_steps / (time.perf_counter() - self.start)
+        speed = self.bar.n / (time.perf_counter() - self.start)
         self.bar.close()
         self.track.close()
         if self.figure is not None:
             axes = self.figure.subplots()
-            axes.plot(self.steps, self.returns, ".", markersize=2, label="an episode")
-            axes.plot(*zip(*self.curve, strict=True), label="mean of 100")
+            axes.plot(self.kept["steps"], self.kept["returns"], ".", markersize=2, label="an episode")
+            axes.plot(*zip(*self.kept["curve"], strict=True), label="mean of 100")
             axes.legend()
             axes.set(xlabel="steps", ylabel="return")
             self.figure.savefig(self.path)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rlstructs.batcher.arguments import RunSettings, count_awaited
 from rlstructs.batcher.batch import Batch
-from rlstructs.batcher.fed import Fed
+from rlstructs.batcher.fed import Fed, call_weakly
 from rlstructs.batcher.metrics import Meter
 from rlstructs.batcher.start_pool import start_pool
 from rlstructs.batcher.supervisor import Supervisor
@@ -106,7 +106,7 @@ class Engine:
         self._fed: Fed | None = None
         # Of a loaded state until a memory is fed: by worker, the number of the first rollout that this memory gets.
         self._waiting_from: Sequence[int] | None = None
-        supervisor.on_restart = self._note_restart
+        supervisor.on_restart = call_weakly(self._note_restart)
 
     @property
     def pool(self) -> Pool:

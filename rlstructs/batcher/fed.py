@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -143,7 +144,7 @@ class FedByWorkers:
         """Has this process read by its own counters, and no longer by those that workers write."""
         self._live = self._storage.ring.counters
         self._shown, self._lost = shown, shown[RESERVED].copy()
-        self._storage.show(shown, self._settle)
+        self._storage.show(shown, call_weakly(self._settle))
 
     def _settle(self) -> None:
         """Waits until the workers have ended the rollouts that are under way."""
@@ -208,6 +209,21 @@ class FedHere:
 
     def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
         """Does nothing: they are added when they are handed out."""
+
+
+def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Makes a function that calls a method as long as its object is used elsewhere.
+
+    Without a circle of references, workers end as soon as a program drops its batcher.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = found()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
 
 
 def with_versions(trajectories: Trajectories) -> Trajectories:

@@ -131,10 +131,10 @@ def test_a_vectorised_environment_of_a_user_makes_the_round_trip():
 
 
 def test_agents_of_pettingzoo_make_the_round_trip():
-    mpe2 = pytest.importorskip("mpe2")
+    spread = pytest.importorskip("mpe2.simple_spread_v3")
     from rlstructs.integrations.pettingzoo import ParallelEnvs
 
-    check_round_trip(lambda: ParallelEnvs([mpe2.simple_spread_v3.parallel_env] * 2, 5), n_after=60)
+    check_round_trip(lambda: ParallelEnvs([spread.parallel_env] * 2, 5), n_after=60)
 
 
 def test_what_draws_from_global_streams_is_compared_with_the_same_numbers():

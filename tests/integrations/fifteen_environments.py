@@ -90,7 +90,7 @@ def compare(name, has_mask, n_steps):
         return found
 
     probe = ParallelEnvs([make], 0)
-    env, n_agents, is_discrete = probe._groups[0]._env, len(probe.agents), hasattr(probe.action_space, "n")
+    env, n_agents, is_discrete = probe._groups[0].env, len(probe.agents), hasattr(probe.action_space, "n")
     frames = [leaf.name for leaf in probe._after._leaves.values()]
     with RL_Batcher(N_TIMESTEPS, create_agent, {}, create_env, {}, 0, [SEED]) as batcher:
         rollouts = Rollouts(batcher, -(-n_steps // N_TIMESTEPS))

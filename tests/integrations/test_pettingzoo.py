@@ -74,7 +74,7 @@ def test_every_transition_is_what_a_loop_over_the_environment_sees(kind, n_proce
     for k in range(2 * max(1, n_processes)):
         own = streams[k * n : (k + 1) * n]
         seed = 100 * (k // 2) + k % 2
-        reference = ParallelEnvs([make], 0)._groups[0]._env if kind in ("converted", "turn by turn") else make()
+        reference = ParallelEnvs([make], 0)._groups[0].env if kind in ("converted", "turn by turn") else make()
         assert record(reference, seed, own, frames=frames) == sum(map(len, own)) > 50
         for steps in own:  # the agent's state: the number of the step in its episode
             counts = [0]

@@ -27,6 +27,7 @@ _READY = {
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": "mujoco",
     "mujoco._structs.MjData": "mujoco",
     "mujoco._structs.MjModel": "mujoco",
+    "pygame.freetype.Font": "pygame",
     "pygame.surface.Surface": "pygame",
     "pygame.time.Clock": "pygame",
 }

@@ -88,7 +88,7 @@ class NewEnvs:
 
     def __init__(self, make: Callable[[], RowEnv], made: RowEnv | None = None, is_dirty: bool = False) -> None:
         self._make, self._made, self._is_dirty = make, made, is_dirty
-        self._used: set[int] = set()
+        self._brought: dict[int, Any] = {}  # by index: a token comes again for each reference to its environment
 
     def resolve(self, token: Any) -> Any:
         """Returns an environment in the state of a token of `make_tokens`.
@@ -97,18 +97,22 @@ class NewEnvs:
             CopyError: it cannot be brought there.
         """
         method, k, state = token
+        if k not in self._brought:
+            with explain(k):
+                self._brought[k] = self._bring(method, k, state)
+        return self._brought[k]
+
+    def _bring(self, method: str, k: int, state: Any) -> Any:
         if self._made is None:
             self._made = self._make()
-        self._used.add(k)
         env = self._made.single_envs()[k].env
-        with explain(k):
-            if method == REPLAY:
-                check_replay(k, state, state.replay(env))
-                return env
-            inner = find_inner(env)
-            self._reset(inner)
-            inner.set_state(state)
-            return inner
+        if method == REPLAY:
+            check_replay(k, state, state.replay(env))
+            return env
+        inner = find_inner(env)
+        self._reset(inner)
+        inner.set_state(state)
+        return inner
 
     def _reset(self, env: Any) -> None:
         if isinstance(env, VecEnv):
@@ -125,11 +129,11 @@ class NewEnvs:
         """Closes the environments that nothing stands for."""
         if self._made is None:
             return
-        if not self._used:
+        if not self._brought:
             self._made.close()
             return
         for k, single in enumerate(self._made.single_envs()):
-            if k not in self._used:
+            if k not in self._brought:
                 single.env.close()
 
 

@@ -1,4 +1,4 @@
-"""Leaves windows and clocks of pygame out: environments of gymnasium make them again when they next render."""
+"""Leaves windows, fonts and clocks of pygame out: environments of gymnasium make them again when they next render."""
 
 from __future__ import annotations
 
@@ -11,4 +11,5 @@ def _leave_out(thing: Any) -> None:
     return None
 
 
-ADAPTERS = dict.fromkeys(("pygame.surface.Surface", "pygame.time.Clock"), Adapter(_leave_out, _leave_out))
+NAMES = ("pygame.freetype.Font", "pygame.surface.Surface", "pygame.time.Clock")
+ADAPTERS = dict.fromkeys(NAMES, Adapter(_leave_out, _leave_out))
