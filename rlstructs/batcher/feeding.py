@@ -70,10 +70,10 @@ def _feed_by_workers(
     engine: Engine, own: FedMemory, example: Trajectories, names: Mapping[str, str], run_ahead: int
 ) -> Fed | None:
     """Prepares a memory for workers; returns None if only this process can write to it."""
-    transport, storage, has_one_lane = engine.transport, own.storage, own.takes_any_environment
+    transport, storage = engine.transport, own.storage
     if storage is None:
         return None
-    n_slots, columns = transport.layout.n_slots, storage.columns
+    n_slots, columns, has_one_lane = transport.layout.n_slots, storage.columns, own.takes_any_environment
     if columns.n_lanes < n_slots and not has_one_lane:
         raise SpecError(f"feed: the memory has {columns.n_lanes} lanes, needed are {n_slots}, one for each environment")
     has_writers = isinstance(transport, SlotTransport) and not (has_one_lane and engine.pool.n_workers > 1)
