@@ -4,7 +4,7 @@
 
 The algorithm is that of `ppo.py`, for discrete actions. Advantages, epochs and minibatches are loops within one
 function, which is compiled while the workers start. Workers need no jax: they get the weights as numpy arrays, and act
-with them while the learner learns. It needs `pip install 'rlstructs[jax]'`, shows a progress bar, and prints at the end
+with them while the learner learns. It needs `pip install -e '.[jax]'`, shows a progress bar, and prints at the end
 the mean return of `--n-eval` episodes in which the policy takes its most likely action, how fast the training was, and
 for how much of it the learner had nothing to learn from:
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import gymnasium
 import numpy as np
 import torch
@@ -95,3 +97,11 @@ def create_gym(env_id, n_envs, seed, autoreset=True, **arguments):
     """A `GymEnv` or `GymEnvInf` of registered environments."""
     envs = [gymnasium.make(env_id, **arguments) for _ in range(n_envs)]
     return (GymEnvInf if autoreset else GymEnv)(envs, seed)
+
+
+def through_file(state):
+    """What is read of a state that was saved."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

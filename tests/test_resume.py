@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import resume
 
@@ -16,4 +17,5 @@ def test_a_training_that_is_killed_comes_to_the_same(subprocess_env, tmp_path, m
     program = resume.start("ppo", tmp_path / "killed", 8)
     resume.wait_for(program, tmp_path / "killed" / "latest")
     resume.kill_tree(program)
+    assert program.returncode == -signal.SIGKILL
     assert list(resume.disturb("ppo", tmp_path / "killed", 8, 0, 0.0, random.Random(0))) == [(wanted, 0)]

@@ -144,12 +144,7 @@ class FedByWorkers:
         """Has this process read by its own counters, and no longer by those that workers write."""
         self._live = self._storage.ring.counters
         self._shown, self._lost = shown, shown[RESERVED].copy()
-        self._storage.show(shown, call_weakly(self._settle))
-
-    def _settle(self) -> None:
-        """Waits until the workers have ended the rollouts that are under way."""
-        orders = (order for record in self._supervisor.records for order in record.orders)
-        self._supervisor.pool.settle([order.request for order in orders if not order.is_lost])
+        self._storage.show(shown, call_weakly(self._supervisor.settle))
 
     def _lanes_of(self, worker: int) -> slice:
         block = self._transport.blocks[worker]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import signal
 
@@ -11,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers import create_gym, rollout
+from helpers import create_gym, rollout, through_file
 
 from rlstructs import (
     ClosedError,
@@ -59,13 +58,6 @@ def made(n_processes=2, n_timesteps=20, seeds=3, env_id="CartPole-v1", agent_see
         n_timesteps, Told, {"action_space": space}, create, args, n_processes, seeds, agent_seeds=agent_seeds,
         on_worker_failure=on,
     )  # fmt: skip
-
-
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def same(a, b):

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers import Count, rollout
+from helpers import Count, rollout, through_file
 from processes import wait_until_gone
 
 from rlstructs import (
@@ -70,13 +70,6 @@ def made(n_processes=2, run_ahead=0, n_timesteps=16, create_env=create, agent=Dr
     )  # fmt: skip
 
 
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def go_on(batcher, n=4):
     """The next rollouts with an update between them, and all else that a batcher tells but for times."""
     found = []
@@ -87,6 +80,14 @@ def go_on(batcher, n=4):
     moments = {name: (m.count, m.mean.tolist(), m.m2.tolist()) for name, m in batcher.statistics().items()}
     workers = [(w["steps"], w["restarts"], w["lost_rollouts"]) for w in batcher.stats()["workers"]]
     return found, batcher.episodes(), metrics, moments, workers, batcher.policy_version
+
+
+def check_it_goes_on_again(batcher):
+    """Whether a batcher that is brought back to its state does what it did from there."""
+    state = batcher.state_dict(exact=True)
+    expected = go_on(batcher)
+    batcher.load_state_dict(state)
+    assert go_on(batcher) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,10 +129,7 @@ def test_it_is_loaded_in_the_place_of_what_a_batcher_has_done():
     with made(0) as batcher:
         batcher.reset()
         rollout(batcher)
-        state = batcher.state_dict(exact=True)
-        expected = go_on(batcher)
-        batcher.load_state_dict(state)
-        assert go_on(batcher) == expected
+        check_it_goes_on_again(batcher)
 
 
 def test_successors_of_workers_go_on_too():
@@ -179,7 +177,7 @@ def test_workers_go_on_to_write_to_a_memory(tmp_path, n_rollouts, order):
     def draw(memory):
         return memory.sample(memory.get_tensor_names(), 64, 3) if len(memory) else []
 
-    def go_on(batcher, memory):
+    def draws_of(batcher, memory):
         found = [draw(memory)]
         for _ in range(9):
             batcher.execute()
@@ -199,13 +197,13 @@ def test_workers_go_on_to_write_to_a_memory(tmp_path, n_rollouts, order):
             batcher.wait()
         state = batcher.state_dict(exact=True)
         memory.save(tmp_path / "memory.npz")
-        expected = go_on(batcher, memory)
+        expected = draws_of(batcher, memory)
     with made(2, 1, env_args={"wrap": False}) as other:
         memory = make_memory()
         memory.load(tmp_path / "memory.npz")
         for step in order.split(", "):
             other.feed(memory) if step == "feed" else other.load_state_dict(state)
-        found = go_on(other, memory)
+        found = draws_of(other, memory)
     for step, (one, another) in enumerate(zip(expected, found, strict=True)):
         assert len(one) == len(another), step
         for tensors in zip(one, another, strict=True):
@@ -382,10 +380,7 @@ def test_agents_that_cannot_be_pickled_say_what_their_state_is():
     with made(0, agent=WithState) as batcher:
         batcher.reset()
         rollout(batcher)
-        state = batcher.state_dict(exact=True)
-        expected = go_on(batcher)
-        batcher.load_state_dict(state)
-        assert go_on(batcher) == expected
+        check_it_goes_on_again(batcher)
 
 
 def test_the_exact_state_of_another_batcher_says_what_differs():

@@ -9,7 +9,7 @@ from clusters import ray_cluster
 
 from rlstructs import Checkpoint, GymEnvInf, RandomAgent, RayBatcher, RayReplay
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'rlstructs[ray]'")
+pytest.importorskip("ray", reason="ray is not installed: pip install ray")
 
 
 def train(folder, n_rollouts):

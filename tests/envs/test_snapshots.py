@@ -66,7 +66,7 @@ def check_round_trip(make_env, n_before=57, n_after=N_STEPS, method="pickle"):
 
 
 @pytest.mark.parametrize("env_id", [*PICKLED, *REPLAYED])
-def test_twenty_environments_make_the_round_trip(env_id):
+def test_environments_make_the_round_trip(env_id):
     is_replayed = env_id in REPLAYED
     if is_replayed:
         pytest.importorskip("Box2D")
