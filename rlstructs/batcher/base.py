@@ -29,7 +29,6 @@ class BatcherBase:
     _life: Lifecycle
     _engine: Engine
     _delivery: Delivery
-    _run_ahead: int
     # One row of `agent_info` and `env_info`; empty if there is none.
     _examples: dict[str, DictTensor]
 
@@ -79,7 +78,7 @@ class BatcherBase:
         if memory is None:
             stop_feeding(self._life)
         else:
-            fed = feed_memory(self._engine, self._life, memory, names, self._run_ahead)
+            fed = feed_memory(self._engine, self._life, memory, names)
         with self._life.note_failures("feed", self._engine.is_halfway):
             self._engine.feed(fed)
 

@@ -139,7 +139,7 @@ class RL_Batcher(BatcherBase):
         run = RunSettings(
             n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker
         ).check()
-        self._device, self._debug, self._run_ahead = as_device(device), is_on(debug), run_ahead
+        self._device, self._debug = as_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         settings = JobSettings(
@@ -379,7 +379,7 @@ class RL_Batcher(BatcherBase):
             SpecError: an agent could not take the state dict of a wrapped module; give `update` the module.
             Exception: what an agent raised.
         """
-        ahead = (Phase.RUNNING,) if self._run_ahead else ()
+        ahead = (Phase.RUNNING,) if self._engine.supervisor.run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, Phase.INTERRUPTED, *ahead)
         packed = self._engine.outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
         with self._life.note_failures("update", self._engine.is_halfway):

@@ -197,14 +197,19 @@ class Engine:
 
     def feed(self, fed: Fed | None) -> None:
         """Has the steps of later rollouts written to a memory, or to none."""
+        first_numbers = [record.n_ordered for record in self.supervisor.records]
         feed = None if fed is None else fed.feed
         if feed is not None or (self._fed is not None and self._fed.feed is not None):
-            self.supervisor.feed(pack(feed and dataclasses.replace(feed, version_before=self.version_before)))
+            self.supervisor.feed(pack(feed and dataclasses.replace(
+                feed, first_numbers=first_numbers, version_before=self.version_before
+            )))  # fmt: skip
         self._drop_fed()
         self._fed = fed
-        if fed is not None and self._waiting_from is not None:
-            fed.resume(self._waiting_from, self.version_before)
-            self._waiting_from = None
+        if fed is not None:
+            fed.first_numbers = first_numbers
+            if self._waiting_from is not None:
+                fed.resume(self._waiting_from, self.version_before)
+                self._waiting_from = None
 
     def _drop_fed(self) -> None:
         """Takes back what workers have written of rollouts that will not be handed out with the memory."""

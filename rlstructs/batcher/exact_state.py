@@ -124,8 +124,7 @@ def load_engine_state(engine: Engine, state: EngineState) -> None:
     supervisor.pool.settle(requests)
     gather_values(requests)  # raises what failed
     _load_trainer_state(engine, trainer)
-    if any(job.methods for job in state.jobs):  # they were reset
-        supervisor.expect_reset()
+    supervisor.expect_state(trainer.update is not None, was_reset=any(job.methods for job in state.jobs))
     engine.begin_successors()
 
 

@@ -64,32 +64,38 @@ class FedByWorkers:
         storage: the store, in shared memory.
         has_one_lane: whether a single worker appends to a single lane, one environment after another.
         supervisor, transport: of the rollouts.
-        run_ahead: see `RL_Batcher`.
     """
 
     def __init__(
-        self, feed: Feed, storage: Storage, has_one_lane: bool, supervisor: Supervisor, transport: SlotTransport,
-        run_ahead: int,
-    ) -> None:  # fmt: skip
+        self, feed: Feed, storage: Storage, has_one_lane: bool, supervisor: Supervisor, transport: SlotTransport
+    ) -> None:
         self.feed: Feed | None = feed
-        self.first_numbers, self._storage, self._has_one_lane = feed.first_numbers, storage, has_one_lane
-        self._supervisor, self._transport, self._n_allowed = supervisor, transport, run_ahead + 1
-        # The counters that workers write, and those by which this process reads; None while none is under way.
-        self._live: np.ndarray | None = None
-        self._shown = np.zeros((0, 0), np.int64)
+        self.first_numbers: Sequence[int] = ()
+        self._storage, self._has_one_lane, self._supervisor, self._transport = (
+            storage, has_one_lane, supervisor, transport
+        )  # fmt: skip
+        # The counters by which this process reads while rollouts are under way.
+        self._shown = storage.counters.shared.copy()
         # Below these steps rows may have been overwritten by rollouts that were lost.
-        self._lost = np.zeros(0, np.int64)
+        self._lost = self._shown[RESERVED].copy()
+        # Whoever drops a batcher without closing it has the memory back.
+        weakref.finalize(self, storage.take_back, self._shown).atexit = False
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether rollouts are under way that the memory does not show."""
+        return self._storage.counters.shown is self._shown
 
     def begin_rollouts(self) -> None:
         """Hides what workers will write until it is handed out."""
-        if self._live is None:
+        if not self._is_ahead:
             with self._storage.lock:  # after another thread has saved the memory
-                self._hide(self._storage.ring.counters.copy())
-        self._reserve([self._n_allowed] * len(self._transport.blocks))
+                self._hide(self._storage.counters.shared)
+        self._reserve([self._supervisor.run_ahead + 1] * len(self._transport.blocks))
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Shows the rows of rollouts that are handed out."""
-        if self._live is None:  # they were ordered before `feed`
+        if not self._is_ahead:  # they were ordered before `feed`
             return
         for worker, order in orders.items():
             self._shown[HEAD][self._lanes_of(worker)] += self._count_rows(worker, order)
@@ -97,32 +103,23 @@ class FedByWorkers:
         n_under_way = [len(record.orders) - (worker in orders) for worker, record in enumerate(records)]
         self._reserve(n_under_way)
         if not any(n_under_way):  # both are the same now
-            self._live = None
             self._storage.show(None)
 
     def restart(self, workers: Collection[int]) -> None:
         """Takes back what workers had written of a rollout that was lost with them."""
-        if self._live is None:
+        if not self._is_ahead:
             return
-        records = self._supervisor.records
+        records, shared = self._supervisor.records, self._storage.counters.shared
         for worker in workers:
             lanes = self._lanes_of(worker)
             done = [self._count_rows(worker, order) for order in records[worker].orders if order.is_done]
-            self._live[HEAD][lanes] = self._shown[HEAD][lanes] + sum(done)
-            self._lost[lanes] = self._live[RESERVED][lanes]
+            shared[HEAD][lanes] = self._shown[HEAD][lanes] + sum(done)
+            self._lost[lanes] = shared[RESERVED][lanes]
         self._reserve([len(record.orders) for record in records])
 
     def drop(self) -> None:
         """Takes back what was not handed out."""
-        if self._live is None:
-            return
-        # The head last: what it goes back over is reserved by then.
-        self._live[RESERVED] = self._shown[RESERVED]
-        self._live[HEAD] = self._shown[HEAD]
-        self._live = None
-        self._storage.show(None)
-        if self._storage.episodes is not None:
-            self._storage.episodes.reopen(slice(None))
+        self._storage.take_back(self._shown)
 
     def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
         """Writes what workers had written when the state was taken, and hides it until it is handed out."""
@@ -131,20 +128,18 @@ class FedByWorkers:
         orders = [record.orders for record in self._supervisor.records]
         if not any(orders):
             return
-        shown = self._storage.ring.counters.copy()
-        here = FedHere(self.feed.writer.add_trajectories, self.feed.names, Batch.read, first_numbers)
+        before = self._storage.counters.shared.copy()
         for worker, order in ((worker, order) for worker, each in enumerate(orders) for order in each):
             if not order.is_lost and order.number >= first_numbers[worker]:
-                one = {worker: order}
-                here.end_rollouts(one, self._transport.make_batch(one, version_before, version_before))
-        self._hide(shown)
+                batch = self._transport.make_batch({worker: order}, version_before, version_before)
+                add_batch(self.feed.writer.add_trajectories, self.feed.names, batch.read())
+        self._hide(before)
         self._reserve([len(each) for each in orders])
 
-    def _hide(self, shown: np.ndarray) -> None:
-        """Has this process read by its own counters, and no longer by those that workers write."""
-        self._live = self._storage.ring.counters
-        self._shown, self._lost = shown, shown[RESERVED].copy()
-        self._storage.show(shown, call_weakly(self._supervisor.settle))
+    def _hide(self, counters: np.ndarray) -> None:
+        """Has this process read by its own counters from here on, and no longer by those that workers write."""
+        self._shown[...], self._lost[...] = counters, counters[RESERVED]
+        self._storage.show(self._shown, call_weakly(self._supervisor.settle))
 
     def _lanes_of(self, worker: int) -> slice:
         block = self._transport.blocks[worker]
@@ -175,26 +170,23 @@ class FedHere:
         add: `add_trajectories` of the memory.
         names: column -> key of the trajectories.
         take: gives the trajectories of a batch; they are used at once.
-        first_numbers: see `Fed`.
     """
 
     feed: Feed | None = None
+    first_numbers: Sequence[int] = ()
 
     def __init__(
         self, add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str],
-        take: Callable[[Batch], Trajectories], first_numbers: Sequence[int],
+        take: Callable[[Batch], Trajectories],
     ) -> None:  # fmt: skip
-        self._add, self._names, self._take, self.first_numbers = add, names, take, first_numbers
+        self._add, self._names, self._take = add, names, take
 
     def begin_rollouts(self) -> None:
         """Does nothing."""
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Adds the rollouts."""
-        trajectories = self._take(batch)
-        if POLICY_VERSION in self._names.values():
-            trajectories = with_versions(trajectories)
-        self._add(trajectories, self._names)
+        add_batch(self._add, self._names, self._take(batch))
 
     def restart(self, workers: Collection[int]) -> None:
         """Does nothing: what was lost is not handed out."""
@@ -219,6 +211,13 @@ def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*arguments)
 
     return call
+
+
+def add_batch(
+    add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str], trajectories: Trajectories
+) -> None:
+    """Adds trajectories to a memory, with the policy versions if it gets them."""
+    add(with_versions(trajectories) if POLICY_VERSION in names.values() else trajectories, names)
 
 
 def with_versions(trajectories: Trajectories) -> Trajectories:

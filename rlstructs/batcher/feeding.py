@@ -26,14 +26,13 @@ from rlstructs.structures.trajectories import Trajectories
 _fed: weakref.WeakKeyDictionary[Any, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
 
 
-def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str, str] | None, run_ahead: int) -> Fed:
+def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str, str] | None) -> Fed:
     """Prepares a memory, so that workers can write to it where that is possible.
 
     Args:
         engine: runs the rollouts.
         life: the lifecycle of the batcher.
         memory, names: see `RL_Batcher.feed`.
-        run_ahead: see `RL_Batcher`.
 
     Raises:
         TypeError, StateError, SpecError, OutOfMemoryError: the memory cannot be fed; none of its rows has changed.
@@ -49,11 +48,10 @@ def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str
     names = own.choose_names(list(example.trajectories.keys())) if names is None else dict(names)
     if not names:
         raise SpecError("feed: names is empty; needed are names of columns and the keys that they get")
-    fed = _feed_by_workers(engine, own, example, names, run_ahead)
+    fed = _feed_by_workers(engine, own, example, names)
     if fed is None:
         is_here = isinstance(engine.transport, SlotTransport)
-        take = Batch.lend if is_here else Batch.read
-        fed = FedHere(memory.add_trajectories, names, take, [0] * engine.pool.n_workers)
+        fed = FedHere(memory.add_trajectories, names, Batch.lend if is_here else Batch.read)
     stop_feeding(life)
     _fed[key] = weakref.ref(life)
     return fed
@@ -67,7 +65,7 @@ def stop_feeding(life: Lifecycle) -> None:
 
 
 def _feed_by_workers(
-    engine: Engine, own: FedMemory, example: Trajectories, names: Mapping[str, str], run_ahead: int
+    engine: Engine, own: FedMemory, example: Trajectories, names: Mapping[str, str]
 ) -> Fed | None:
     """Prepares a memory for workers; returns None if only this process can write to it."""
     transport, storage = engine.transport, own.storage
@@ -87,8 +85,8 @@ def _feed_by_workers(
     except StateError:  # it lies on a device, or holds objects
         return None
     own.define_columns(example, names)
-    feed = Feed(own.writer, names, [record.n_ordered for record in engine.supervisor.records])
-    return FedByWorkers(feed, storage, has_one_lane, engine.supervisor, cast(SlotTransport, transport), run_ahead)
+    feed = Feed(own.writer, names)
+    return FedByWorkers(feed, storage, has_one_lane, engine.supervisor, cast(SlotTransport, transport))
 
 
 def _make_example(layout: Layout) -> Trajectories:

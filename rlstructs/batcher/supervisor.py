@@ -117,9 +117,11 @@ class Supervisor:
         if "reset" in self._lasting:
             self._lasting["reset"] = (statistics,)
 
-    def expect_reset(self) -> None:
-        """Has successors reset their environments, as the workers have done."""
-        if self.can_replace:
+    def expect_state(self, was_updated: bool, was_reset: bool) -> None:
+        """Has successors begin as workers of a loaded state: without an earlier update, and reset if these were."""
+        if not was_updated:
+            self._lasting.pop("update", None)
+        if self.can_replace and was_reset:
             self._add_lasting("reset", (self.statistics,))
 
     def get_states(self) -> list[dict[str, Any]]:

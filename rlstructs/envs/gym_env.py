@@ -144,11 +144,15 @@ class GymEnv(RowDefaults):
     def reset_rows(self, env_info: DictTensor) -> Rows:
         """Does what `reset` does, and returns the observation as rows that nobody else uses."""
         self._options = split_options(env_info, len(self._envs))
-        seeds = self._seeds
-        frames = [
-            self._copy(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
-        ]
-        self._seeds = None  # only now: a reset after an interrupted one needs the same seeds
+        seeds, episodes = self._seeds, list(self._episodes)
+        try:
+            frames = [
+                self._copy(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
+            ]
+        except BaseException:
+            self._episodes = episodes  # a reset after an interrupted one needs the same seeds
+            raise
+        self._seeds = None
         self._set_running(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 
@@ -242,7 +246,7 @@ class GymEnv(RowDefaults):
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
         if episode is not None:
-            episode.last = copy.deepcopy(observation), None
+            episode.last = self._copy(observation), None
             self._episodes[k] = episode
         return observation
 
@@ -251,7 +255,7 @@ class GymEnv(RowDefaults):
         episode = self._episodes[k]
         assert episode is not None
         episode.actions.append(action)
-        episode.last = copy.deepcopy(frame), copy.deepcopy(reward)
+        episode.last = self._copy(frame), copy_value(reward)
 
     def _copy(self, observation: Any) -> Any:
         """Copies the entries of the space: the environment may write into the observation again."""

@@ -26,6 +26,7 @@ from rlstructs.memories.restoring import (
     read_tensors,
 )
 from rlstructs.replay.changes import Mark, Marks, find_changed
+from rlstructs.replay.counters import EXPOSED
 from rlstructs.replay.episodes import EPISODE
 from rlstructs.replay.priorities import TREE_LEAVES
 
@@ -94,7 +95,8 @@ def cut_contents(memory: Memory, since: Marks) -> Content:
             shape = (*tensors.lead, *array.shape[2 if group == "rows" else 1 :])
             cuts[name] = Cut(group, shape, 0, memory.memory_size)
     # The program may write to tensors that it has without telling.
-    changed = None if tensors.exposed else find_changed(memory._storage, since.get("rows"))
+    exposed = memory._storage.counters.notes[EXPOSED]
+    changed = None if exposed else find_changed(memory._storage, since.get("rows"))
     return Content(KIND, arrays, dtypes, state, cuts, {} if changed is None else {"rows": changed})
 
 
@@ -160,7 +162,7 @@ def _collect_tensors(memory: Memory) -> dict[str, Any]:
 
 def _collect_bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
     storage = memory._tensors.allocate()
-    storage.settle()
+    storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
     arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
     if storage.episodes is not None:
         arrays[EPISODES] = storage.episodes.columns.flat[EPISODE]

@@ -358,6 +358,7 @@ class Memory(CopiedWhole, ABC):
             FileError: the file is damaged, of another version, or of a memory of another size; nothing changes.
         """
         with self._hold_locks():
+            self._storage.counters.check_writable()
             files.load(self, Path(path))
 
     def _state(self) -> dict[str, Any]:

@@ -131,12 +131,7 @@ def check_shapes(memory: Memory, specs: Mapping[str, Spec], reader: Reader) -> N
 
 
 def read_tensors(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
-    """Drops all rows, and reads tensors from a file.
-
-    Raises:
-        ValueError: a tensor has another dtype or shape; nothing changes.
-    """
-    check_shapes(memory, specs, reader)
+    """Drops all rows, and reads tensors from a file, whose shapes `check_shapes` has checked."""
     columns = _prepare_columns(memory, path, specs)
     for name in specs:
         columns.read_into(name, partial(reader.read_into, name))

@@ -91,7 +91,7 @@ class RandomMemory(memory.Memory):
         names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
         settings = sequence_length, n_step, gamma, episode_ends
-        length = 1 if settings == USUAL else _check_length(storage, *settings)
+        length = 1 if type(gamma) is float and settings == USUAL else _check_length(storage, *settings)
         picked, arrays = storage.sample(
             n,
             lambda count: self._select(count, length, episode_ends),

@@ -23,7 +23,14 @@ from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files.archives import Archive
 from rlstructs.files.opening import open_file
 from rlstructs.memories import csv_files
-from rlstructs.memories.restoring import check_complete, check_tensors, find_dtype, read_tensors, write_rows
+from rlstructs.memories.restoring import (
+    check_complete,
+    check_shapes,
+    check_tensors,
+    find_dtype,
+    read_tensors,
+    write_rows,
+)
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.columns import Spec
 
@@ -44,6 +51,7 @@ def load(memory: Memory, path: Path, archive: Archive) -> None:
     try:
         archive.verify()
         specs = check_tensors(memory._tensors, path, _list_tensors(memory._tensors, path, archive))
+        check_shapes(memory, specs, archive)
         read_tensors(memory, path, specs, archive)
     except (FileError, OutOfMemoryError):
         raise

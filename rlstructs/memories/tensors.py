@@ -7,7 +7,6 @@ store with a head of its own, so environments may be at different rows.
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,9 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
+from rlstructs.memories.spaces import n_elements
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.counters import EXPOSED
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.roles import ENDS
@@ -176,7 +177,7 @@ class Tensors:
     def get_live(self, name: str, keepdim: bool = True) -> Any:
         """Returns a tensor over the store's memory; a copy in jax."""
         columns = self.allocate().columns
-        self.exposed.add(name)
+        self._expose(name)
         rows = columns.cells[name].swapaxes(0, 1) if keepdim else columns.flat[name]
         return self.framework.live_array(rows, self.dtypes[name], repr(name))
 
@@ -184,6 +185,7 @@ class Tensors:
         """Copies values into a tensor; see `Memory.set_tensor_by_name`."""
         self.check_known(name)
         columns, spec = self.allocate().columns, self.spec_of(name)
+        self.storage.counters.check_writable()
         values = encoded(name, self.convert_values(name, tensor, strict), spec)
         shape = (*self.lead, *spec.shape)
         try:
@@ -192,11 +194,15 @@ class Tensors:
             raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
         values = columns.check(name, values, self.lead)
         columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
-        self.exposed.add(name)
+        self._expose(name)
         if name in ENDS:
             done = find_ends(columns.cells)
             assert done is not None
             self.storage.rebuild_episodes(done)
+
+    def _expose(self, name: str) -> None:
+        self.exposed.add(name)
+        self.storage.counters.notes[EXPOSED] = 1
 
     def convert_values(self, name: str, value: Any, strict: bool) -> Any:
         """Returns a value unchanged if its device and dtype are the tensor's; otherwise as a numpy array.
@@ -367,34 +373,3 @@ def _as_shape(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
     return tuple(check_count("size", n) for n in size)
-
-
-def n_elements(size: Any) -> int:
-    """Counts the numbers in a row of this size: an int, a list of ints, whose product counts, or a gymnasium space.
-
-    A Discrete space has one number, its value; Dict and Tuple spaces have the sum of their members.
-
-    Raises:
-        TypeError, SpecError: the size is something else.
-    """
-    if isinstance(size, (tuple, list)):
-        return math.prod(check_count("size", n) for n in size)
-    if isinstance(size, (bool, int, np.integer, float, str)):
-        return check_count("size", size)
-    return check_count("size", _n_elements_of_space(size))
-
-
-def _n_elements_of_space(space: Any) -> int:
-    from gymnasium import spaces
-
-    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)):
-        return math.prod(space.shape)
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return sum(_n_elements_of_space(member) for member in members)
-    if isinstance(space, spaces.Space):
-        try:
-            return int(spaces.flatdim(space))
-        except (NotImplementedError, ValueError) as error:
-            raise SpecError(f"size: the space {space} has no fixed number of elements") from error
-    raise TypeError(f"size must be an int, a list of ints, a gymnasium space or None, got {space!r}")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlstructs.replay.counters import REWRITES
 from rlstructs.replay.store import Storage
 
 
@@ -27,7 +28,7 @@ class Mark(NamedTuple):
     @classmethod
     def of(cls, storage: Storage) -> Mark:
         """The state of a store now, before its rows are saved: those that come meanwhile are changed ones."""
-        return cls(weakref.ref(storage), storage.rewrites, storage.ring.head.copy())
+        return cls(weakref.ref(storage), int(storage.counters.notes[REWRITES]), storage.ring.head.copy())
 
 
 # By a name for each store.
@@ -36,7 +37,7 @@ Marks = Mapping[str, Mark]
 
 def find_changed(storage: Storage, since: Mark | None) -> np.ndarray | None:
     """Which slots hold a row, in any lane, that may have changed since, bool (capacity,); None if that is unknown."""
-    if since is None or since.storage() is not storage or since.rewrites != storage.rewrites:
+    if since is None or since.storage() is not storage or since.rewrites != storage.counters.notes[REWRITES]:
         return None
     ring, changed = storage.ring, np.zeros(storage.ring.capacity, bool)
     # From the head on: a killed writer may have left half of a row behind it.

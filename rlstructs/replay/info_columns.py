@@ -60,7 +60,7 @@ def plan_columns(rows: Mapping[str, Any], specs: Mapping[str, Spec], held: Held,
         n_lead: number of leading axes of the rows.
     """
     plan = Plan(dict(rows))
-    infos = [name for name in rows if name.startswith("info") and is_info(name)]  # nearly always none
+    infos = [name for name in rows if is_info(name)]  # nearly always none
     if not infos:
         return plan
     known = [name for name in specs if is_info(name)]

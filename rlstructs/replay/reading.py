@@ -92,7 +92,7 @@ class Reading:
         if storage.episodes is None:
             raise StateError("nothing says where episodes end")
         specs = storage.columns.specs
-        sources = _find_sources(self, tuple(names), tuple(specs))
+        sources = _find_sources(self.stack_num, self.stack_keys, tuple(names), tuple(specs))
         return read_sources(Snapshot(storage, span), specs, sources, rows, self, discount=discount)
 
     def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
@@ -147,9 +147,11 @@ class Sources(dict[str, Source]):
 
 
 @lru_cache
-def _find_sources(reading: Reading, names: tuple[str, ...], stored: tuple[str, ...]) -> Sources:
+def _find_sources(
+    stack_num: int, stack_keys: tuple[str, ...] | None, names: tuple[str, ...], stored: tuple[str, ...]
+) -> Sources:
     """How columns are read by the usual meaning of their names, where these columns are stored."""
-    found = {}
+    reading, found = Reading(stack_num=stack_num, stack_keys=stack_keys), {}
     for name in names:
         place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
         is_stacked = reading.stacks(name)

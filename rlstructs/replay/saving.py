@@ -61,7 +61,7 @@ def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str
 def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
     storage = buffer._storage
-    storage.settle()
+    storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
     columns, n_slots = storage.columns, _used_slots(buffer)
     assert storage.episodes is not None
     arrays: dict[str, Any] = {
@@ -188,6 +188,7 @@ def _check_sizes(path: Any, arrays: _Arrays, state: Any) -> None:
 
 def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer while its locks are held; changes nothing if the file does not fit."""
+    buffer._storage.counters.check_writable()
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, type(buffer).__name__)
         reader.verify()

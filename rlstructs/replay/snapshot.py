@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.replay.span import Span
+from rlstructs.replay.span import Span, draw_numbers
 from rlstructs.replay.store import Storage
 
 
@@ -144,7 +144,7 @@ class JoinedSnapshot:
         return rows
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        return self.numbered((rng.random(n) * self.total).astype(np.int64))
+        return self.numbered(draw_numbers(self.total, n, rng))
 
     def has(self, rows: np.ndarray) -> np.ndarray:
         return self._fill(np.zeros(rows.shape, bool), rows, lambda part, own, _: part.has(own))

@@ -75,8 +75,8 @@ class Span:
         return _numbered(self.columns, self._low, self.counts(), index)
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """Draws `n` row ids, each row as likely as any other, in half the time of `rng.integers`."""
-        index = (rng.random(n) * self.total).astype(np.int64)
+        """Draws `n` row ids, each row as likely as any other."""
+        index = draw_numbers(self.total, n, rng)
         # In full lanes a row number is a row id too, though of another row.
         return index if self.total == self.columns.n_rows else self.row_ids(index)
 
@@ -237,3 +237,8 @@ class Uniform:
         if self.replacement or (self.replacement is None and n != total):
             return span.draw(n, rng)
         return span.row_ids(rng.choice(total, min(n, total), replace=False))
+
+
+def draw_numbers(total: int, n: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws `n` numbers below `total`, each as likely as any other, in half the time of `rng.integers`; int64."""
+    return (rng.random(n) * total).astype(np.int64)

@@ -17,13 +17,14 @@ import numpy as np
 
 from rlstructs.debug import is_on
 from rlstructs.errors import StateError
-from rlstructs.replay.backing import Backing, Block, Heap, Shared
+from rlstructs.replay.backing import Backing, Heap, Shared
 from rlstructs.replay.blocks import lead_of
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
+from rlstructs.replay.counters import REWRITES, Counters
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
-from rlstructs.replay.ring import ALL, N_COUNTERS, Ring
+from rlstructs.replay.ring import ALL, Ring
 from rlstructs.replay.row_ids import LANE
 from rlstructs.replay.span import Selection, Span
 
@@ -71,16 +72,11 @@ class Storage(CopiedWhole):
         # Clearing the store continues the steps at a multiple of this.
         self.alignment = capacity
         self._backing = backing
-        self._counters: Block = backing.allocate("counters", N_COUNTERS * n_lanes * 8)
+        self.counters = Counters(n_lanes, backing)
         self.lock = threading.RLock()
         self._span: Span | None = None
-        # The counters that this process reads by while others write; None for those that all share.
-        self._shown: np.ndarray | None = None
-        self._settle: Callable[[], None] | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
-        # Incremented by every change of rows that are there; those that are appended raise the counters.
-        self.rewrites = 0
         self.is_private = not isinstance(backing, Shared)
         self._map()
         renew_lock_after_fork(self)
@@ -90,17 +86,20 @@ class Storage(CopiedWhole):
 
         `settle` waits until no other process writes.
         """
-        self._shown, self._settle = counters, settle
+        self.counters.show(counters, settle)
         self._map()
 
-    def settle(self) -> None:
-        """Waits until no worker writes: a file is read twice as it is written, and both have to give the same."""
-        if self._settle is not None:
-            self._settle()
+    def take_back(self, shown: np.ndarray) -> None:
+        """Drops what other processes have written after what this one shows by these counters; they must have ended."""
+        if self.counters.shown is not shown:
+            return
+        self.counters.take_back()
+        self._map()
+        if self.episodes is not None:
+            self.episodes.reopen(ALL)
 
     def _map(self) -> None:
-        live = self._counters.bytes().view(np.int64).reshape(N_COUNTERS, self.columns.n_lanes)
-        self.columns.ring = self.ring = Ring(live if self._shown is None else self._shown, self.columns.capacity)
+        self.columns.ring = self.ring = Ring(self.counters.read(), self.columns.capacity)
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
 
@@ -123,8 +122,7 @@ class Storage(CopiedWhole):
         """
         linked = linked or {}
         with self.lock:
-            self.version += 1
-            self.rewrites += 1
+            self.note_rewrite()
             self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
             for name in specs:
                 if name in linked:
@@ -140,16 +138,14 @@ class Storage(CopiedWhole):
         if not self.is_private:
             raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
         with self.lock:
-            self.version += 1
-            self.rewrites += 1
+            self.note_rewrite()
             self.columns.exchange(made, gone)
             self.poison(made)
 
     def take_columns(self, columns: Columns) -> Columns:
         """Replaces the columns by others of the same size and order; returns the old ones."""
         with self.lock:
-            self.version += 1
-            self.rewrites += 1
+            self.note_rewrite()
             columns.ring = self.ring
             before, self.columns = self.columns, columns
             return before
@@ -168,11 +164,15 @@ class Storage(CopiedWhole):
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
-            self.rewrites += 1
+            self.note_rewrite()
+
+    def note_rewrite(self) -> None:
+        """Counts a change of rows that are there; those that are appended raise the counters."""
+        self.version += 1
+        self.counters.notes[REWRITES] += 1
 
     def _note_change(self) -> None:
-        if self._shown is not None:
-            raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
+        self.counters.check_writable()
         self.version += 1
 
     def track_episodes(self) -> Episodes:
@@ -276,8 +276,8 @@ class Storage(CopiedWhole):
         """
         values = self.columns.check(name, values, rows.shape)
         with self.lock:
-            self.version += 1
-            self.rewrites += 1
+            self.counters.check_writable()
+            self.note_rewrite()
             self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
@@ -293,8 +293,7 @@ class Storage(CopiedWhole):
         if capacity < self.columns.capacity and len(self):
             raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
         with self.lock:
-            self.version += 1
-            self.rewrites += 1
+            self.note_rewrite()
             self.columns.resize(capacity)
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)
@@ -373,9 +372,8 @@ class Storage(CopiedWhole):
         backing = Shared()
         self.columns.move(backing)
         self.version += 1
-        counters = backing.allocate("counters", self.ring.counters.nbytes)
-        counters.bytes()[...] = self._counters.bytes()
-        self._backing, self._counters = backing, counters
+        self.counters.move(backing)
+        self._backing = backing
         if self.episodes is not None:
             self.episodes.columns.move(backing)
         self.is_private = False
@@ -389,11 +387,11 @@ class Storage(CopiedWhole):
         return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("ring", "lock", "_span", "_shown", "_settle")
+        left_out = ("ring", "lock", "_span")
         return {key: value for key, value in super().__getstate__().items() if key not in left_out}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self.lock, self._span, self._shown, self._settle = threading.RLock(), None, None, None
+        self.lock, self._span = threading.RLock(), None
         self._map()
         renew_lock_after_fork(self)

@@ -22,9 +22,8 @@ def host_array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, torch.Tensor):
-        try:
-            array: np.ndarray = value.numpy()  # as nearly always
-        except (RuntimeError, TypeError):
+        array = _view(value)  # as nearly always
+        if array is None:
             array = tensor_to_array(name, value.float() if value.dtype is torch.bfloat16 else value)
         return array
     if hasattr(value, "numpy") and not hasattr(value, "__array__"):  # a warp array
@@ -47,13 +46,19 @@ def ready_arrays(values: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[s
     for name, value in values.items():
         spec = specs.get(name)
         if isinstance(value, torch.Tensor):
-            try:
-                value = value.numpy()
-            except (RuntimeError, TypeError):
-                continue
+            value = _view(value)
         if type(value) is np.ndarray and spec is not None and value.dtype == spec.dtype and not spec.is_bfloat16:
             found[name] = value
     return found
+
+
+def _view(tensor: torch.Tensor) -> np.ndarray | None:
+    """A tensor as an array over its memory; None if numpy cannot have it."""
+    try:
+        array: np.ndarray = tensor.numpy()
+    except (RuntimeError, TypeError):
+        return None
+    return array
 
 
 def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None:

@@ -62,7 +62,7 @@ class Feed:
 
     writer: Writer
     names: Mapping[str, str]
-    first_numbers: Sequence[int]
+    first_numbers: Sequence[int] = ()
     version_before: int = 0
 
     def write(self, slots: Slots, number: int, version: int) -> None:

@@ -210,6 +210,45 @@ def test_workers_go_on_to_write_to_a_memory(tmp_path, n_rollouts, order):
             assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True)), step
 
 
+@pytest.mark.parametrize("n_before", [0, 6])
+def test_a_memory_shows_no_row_that_nobody_has_written(n_before):
+    """The state is of a batcher that fed none; the other one has played some rollouts before it fed this memory."""
+    with made(1, 1, env_args={"wrap": False}) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        state = batcher.state_dict(exact=True)  # a rollout waits
+    with made(1, 1, env_args={"wrap": False}) as other:
+        if n_before:
+            other.reset()
+        for _ in range(n_before):
+            rollout(other)
+        other.feed(memory := RandomMemory(100, 2))
+        other.load_state_dict(state)
+        counts = []
+        for _ in range(3):
+            rollout(other)
+            counts.append(len(memory))
+        assert counts == [0, 2 * 16, 4 * 16]  # the one that waited is in no memory
+        [[versions, *_]] = memory.sample_all(memory.get_tensor_names())
+    shared = memory._storage.counters.shared
+    assert shared[2].tolist() == [2 * 16] * 2 and len(memory) == len(versions) == 4 * 16
+
+
+def test_an_update_of_before_does_not_reach_successors():
+    with made(1) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        state = batcher.state_dict(exact=True)
+        expected = go_on(batcher, 3)
+    with made(1, on_worker_failure="restart") as other:
+        other.update(5.0)
+        other.reset()
+        rollout(other)
+        other.load_state_dict(state)
+        assert "update" not in other._engine.supervisor._lasting
+        assert go_on(other, 3)[0] == expected[0]
+
+
 def test_before_a_reset_it_is_loaded_like_any_other():
     with made(0) as batcher:
         batcher.update(4.0)

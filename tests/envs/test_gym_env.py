@@ -659,3 +659,16 @@ def test_environments_that_observe_into_one_array_show_what_each_of_them_observe
         (after, _), (following, _) = env.step(DictTensor({"action": torch.tensor(actions)}))
         assert after[key].tolist() == [[action] * 2 for action in actions]
         assert following[key].tolist() == [[0 if action == 9 else action] * 2 for action in actions]
+
+
+@pytest.mark.parametrize("episode_seeds", [False, True])
+def test_a_reset_that_is_made_again_gives_the_same_seeds(episode_seeds):
+    first, second = Recording(), Recording()
+    env, reset = GymEnvInf([first, second], 3, episode_seeds=episode_seeds), second.reset
+    second.reset = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        env.reset()
+    second.reset = reset
+    env.reset()
+    [before, again] = first.resets
+    assert before == again and before["seed"] is not None

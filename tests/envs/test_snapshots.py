@@ -242,6 +242,8 @@ def test_tensors_that_share_memory_still_do():
         ({"a": 1}, {}, "['a']"),
         ({"a": object()}, {}, None),
         ({"a": np.nan}, {"a": np.nan}, None),
+        (torch.tensor([np.nan, 1]), torch.tensor([np.nan, 1]), None),
+        (torch.tensor([np.nan, 1]), torch.tensor([np.nan, 2]), "Tensor"),
         (np.random.default_rng(0), np.random.default_rng(0), None),
         (np.random.default_rng(0), np.random.default_rng(1), "['state']['state']"),
         (Count(3), Count(4), "length"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from rlstructs.checks import check_count
-from rlstructs.errors import SpecError
+from rlstructs.checks import check_count, check_gamma
 from rlstructs.integrations.sb3.replay_buffer import DONES, REWARDS, TIMEOUTS, ReplayBuffer
 from rlstructs.public_names import set_module
 
@@ -43,9 +43,10 @@ class NStepReplayBuffer(ReplayBuffer):
 
     def __init__(self, *settings: Any, n_steps: int = 3, gamma: float = 0.99, **more_settings: Any) -> None:
         super().__init__(*settings, **more_settings)
+        if "discounts" not in ReplayBufferSamples._fields:
+            raise ImportError("NStepReplayBuffer needs stable-baselines3 2.7 or newer, whose algorithms take discounts")
+        check_gamma(gamma)
         self.n_steps, self.gamma = check_count("n_steps", n_steps), gamma
-        if not 0 <= gamma <= 1:
-            raise SpecError(f"gamma: needs a number from 0 to 1, got {gamma!r}")
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         lanes = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)

@@ -12,11 +12,12 @@ from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import as_rows, is_mapping
 from rlstructs.replay.infos import info_items
-from rlstructs.replay.reading import Reading, read_sources
+from rlstructs.replay.reading import read_sources
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import AnySnapshot
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
+from rlstructs.replay.tianshou.options import reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, sources_of, top
 from rlstructs.replay.values import from_bits, host_array
@@ -70,7 +71,7 @@ class Editor:
         names = [name for name in other.specs if name in other.columns or keeps_next]
         names = [name for name in names if top(name) not in self.intake.ignored]
         sources = sources_of(tuple(names), tuple(other.columns))
-        arrays = read_sources(other.rows(), other.columns, sources, at, Reading())
+        arrays = read_sources(other.rows(), other.columns, sources, at, reading_of())
         return {name: transitions.raw_numbers(arrays[name], other.specs[name])[None] for name in names}
 
     # Columns
@@ -181,7 +182,7 @@ class Editor:
 
     def fill(self, name: str, value: Any) -> None:
         """Sets all rows of a column to one value."""
-        self.table.storage.rewrites += 1
+        self.table.storage.note_rewrite()
         self.table.storage.columns.put_rows(name, slice(None), value)
 
     def prepare_rebuild(self) -> Callable[[], None]:

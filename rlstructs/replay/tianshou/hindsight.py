@@ -12,10 +12,10 @@ from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.replay.given import as_rows
-from rlstructs.replay.reading import Reading, discounted, read_sources
+from rlstructs.replay.reading import discounted, read_sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.tianshou import files
-from rlstructs.replay.tianshou.options import forward
+from rlstructs.replay.tianshou.options import forward, reading_of
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, sources_of, top
@@ -105,7 +105,7 @@ class HindsightReader(Reader):
         """The goals that are achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
         columns = self.table.columns
-        values = read_sources(rows, columns, sources_of((name,), tuple(columns)), at, Reading())[name]
+        values = read_sources(rows, columns, sources_of((name,), tuple(columns)), at, reading_of())[name]
         return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
 
     def _rewards_of(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:
