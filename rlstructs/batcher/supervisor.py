@@ -128,9 +128,7 @@ class Supervisor:
         """Returns what `renew` needs, by worker."""
         return [record.get_state() for record in self.records]
 
-    def renew(
-        self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None
-    ) -> None:
+    def renew(self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
         """Has every worker make new environments, and drops rollouts that were not handed out.
 
         Args:

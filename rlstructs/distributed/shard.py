@@ -138,7 +138,8 @@ class ShardMemory(PrioritizedMemory):
         if IS_FIRST in picked.fields:
             known[IS_FIRST] = self.get_sampling_is_first()
         rows = self.get_sampling_indexes().numpy()
-        index = rows + self._turns(self._storage.span().steps(rows)) * self._storage.columns.n_rows
+        # A row's index grows by the number of rows each time that it is overwritten.
+        index = rows + self._storage.span().steps(rows) // self.memory_size * self._storage.columns.n_rows
         return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
 
     def update_sampled(self, index: np.ndarray, priorities: np.ndarray) -> None:
@@ -150,14 +151,11 @@ class ShardMemory(PrioritizedMemory):
         turns, rows = np.divmod(index, self._storage.columns.n_rows)
         span = self._storage.span()
         steps = span.steps(rows)
-        if (turns > self._turns(steps)).any() or (steps < 0).any():
+        found = steps // self.memory_size
+        if (turns > found).any() or (steps < 0).any():
             raise IndexError("update_priorities: an index is not from a sample")
-        held = (turns == self._turns(steps)) & span.holds(rows, steps)
+        held = (turns == found) & span.holds(rows, steps)
         self._priorities.update(span, rows[held], priorities[held], is_last=True)
-
-    def _turns(self, steps: np.ndarray) -> np.ndarray:
-        """How often the rows that hold these steps were written before."""
-        return np.asarray(steps // self.memory_size)
 
 
 class Shard:

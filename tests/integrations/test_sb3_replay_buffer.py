@@ -123,7 +123,7 @@ def test_n_step_returns_are_those_of_theirs(settings, n):
         assert_same(sample(ours, env=envs), sample(theirs, env=envs))
     with pytest.raises(SpecError, match="n_steps must be at least 1, got 0"):
         sb3.NStepReplayBuffer(30, observation, action, n_steps=0)
-    with pytest.raises(SpecError, match="gamma: needs a number from 0 to 1, got 2"):
+    with pytest.raises(SpecError, match=r"gamma must be in \[0, 1\], got 2"):
         sb3.NStepReplayBuffer(30, observation, action, gamma=2)
 
 
