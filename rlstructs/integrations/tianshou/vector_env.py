@@ -1,11 +1,4 @@
-"""tianshou: its `BaseVectorEnv` over worker processes of several environments each.
-
-    from tianshou.data import Collector
-    from rlstructs.integrations.tianshou import WorkerVectorEnv
-
-    envs = WorkerVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 16, n_workers=4)
-    collector = Collector(policy, envs, buffer)
-"""
+"""`WorkerVectorEnv`: tianshou's `BaseVectorEnv` over worker processes of several environments each."""
 
 from __future__ import annotations
 
@@ -25,11 +18,13 @@ from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.envs.shared_vector.step_results import split_infos
 from rlstructs.errors import SpecError
 from rlstructs.integrations import env_functions
+from rlstructs.public_names import set_module
 
 Ids = int | Sequence[int] | np.ndarray | None
 Info = dict[str, Any]
 
 
+@set_module("rlstructs.integrations.tianshou")
 class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
     """Replaces tianshou's `SubprocVectorEnv` and `ShmemVectorEnv`, with several environments in each process.
 
