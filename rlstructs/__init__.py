@@ -20,9 +20,10 @@ are `(B, T, ...)`. `terminated` and `truncated` are gymnasium's, `done` is eithe
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlstructs.public_names import export_lazily
 
 if sys.platform == "win32":
     raise ImportError("rlstructs needs POSIX shared memory and signals: it runs on Linux (and macOS), not on Windows")
@@ -173,8 +174,5 @@ __all__ = [
     "vtrace",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)

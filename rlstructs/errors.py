@@ -19,7 +19,7 @@ cause.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlstructs.public_names import set_module
 
@@ -83,7 +83,9 @@ class FileError(RLError, ValueError):
     """A file is not one of rlstructs, damaged, or of another version."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _OF_WORKERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("workers.errors"), name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in _OF_WORKERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module("workers.errors"), name)

@@ -1,6 +1,6 @@
-"""`set_module` for classes of rlstructs, and the check that `workers` is the package that belongs to it.
+"""`set_module` and `export_lazily` for rlstructs, and the check that `workers` is the package that belongs to it.
 
-Modules with exported classes import this before anything of `workers`.
+Packages, and modules with exported classes, import this before anything of `workers`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ if not getattr(workers, "__rlstructs_workers__", False):
         "in its place; rename that file or folder"
     )
 
-from workers.public_names import set_module
+from workers.public_names import export_lazily, set_module
 
-__all__ = ["set_module"]
+__all__ = ["export_lazily", "set_module"]

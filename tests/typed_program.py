@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import gymnasium
 from typing_extensions import assert_type
 
+import rlstructs.memories
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher, Trajectories
 from rlstructs.distributed import RayBatcher
+
+if TYPE_CHECKING:  # names that a package does not have are noticed, although modules are imported when names are used
+    _ = rlstructs.RL_Bacher  # type: ignore[attr-defined]
+    _ = rlstructs.memories.nothing  # type: ignore[attr-defined]
 
 
 def create_env(n_envs: int, seed: int) -> GymEnvInf:

@@ -17,8 +17,9 @@ Example:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from workers.public_names import export_lazily
 
 if TYPE_CHECKING:
     from workers.arena import SharedArena
@@ -51,8 +52,5 @@ __all__ = [
     "WorkerTimeout",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)

@@ -1,10 +1,11 @@
-"""Gives classes the name of the package that exports them as their `__module__`."""
+"""The names that a package exports: classes bear its name, and modules are imported when their names are first used."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
 
@@ -23,3 +24,27 @@ def set_module(package: str) -> Callable[[C], C]:
         return cls
 
     return decorate
+
+
+def export_lazily(package: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Makes the functions `__getattr__` and `__dir__` of a package.
+
+    A package defines them `if not TYPE_CHECKING`: type checkers allow any name of a package that has a `__getattr__`.
+
+    Args:
+        package: its name.
+        exports: public name -> module that defines it, relative to the package.
+    """
+
+    def get(name: str) -> Any:
+        if name not in exports:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{exports[name]}"), name)
+
+    def list_names() -> list[str]:
+        # A shell completes names by this. By default it would be what the package's own file has imported.
+        found = vars(sys.modules[package])
+        modules = [name for name in found if getattr(found[name], "__name__", "") == f"{package}.{name}"]
+        return sorted({*exports, *modules})
+
+    return get, list_names

@@ -33,8 +33,9 @@ computes all.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlstructs.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.returns.functions import (
@@ -59,8 +60,5 @@ _EXPORTS = {
 
 __all__ = ["Transitions", "discounted_returns", "gae", "lambda_returns", "n_step_returns", "transitions", "vtrace"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlstructs.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.testing.agent_check import check_agent
@@ -30,8 +31,5 @@ _EXPORTS = {
 
 __all__ = ["Fault", "FaultyEnv", "Ledger", "check_agent", "check_env", "create_faulty_envs", "verify"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlstructs.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.integrations.minari.reading import from_minari, iterate_minari
@@ -22,8 +23,5 @@ _EXPORTS = {"from_minari": "reading", "iterate_minari": "reading", "to_minari": 
 
 __all__ = ["from_minari", "iterate_minari", "to_minari"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)

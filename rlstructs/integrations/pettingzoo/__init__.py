@@ -15,8 +15,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlstructs.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.integrations.pettingzoo.parallel_envs import ParallelEnvs
@@ -25,8 +26,5 @@ _EXPORTS = {"ParallelEnvs": "parallel_envs"}
 
 __all__ = ["ParallelEnvs"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)
