@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.errors import StateError
 from rlstructs.replay.from_trajectories import POLICY_VERSION
 from rlstructs.replay.ring import HEAD, RESERVED
 from rlstructs.replay.store import Storage
@@ -139,7 +141,7 @@ class FedByWorkers:
     def _hide(self, counters: np.ndarray) -> None:
         """Has this process read by its own counters from here on, and no longer by those that workers write."""
         self._shown[...], self._lost[...] = counters, counters[RESERVED]
-        self._storage.show(self._shown, call_weakly(self._supervisor.settle))
+        self._storage.show(self._shown, _only_in_this_thread(call_weakly(self._supervisor.settle)))
 
     def _lanes_of(self, worker: int) -> slice:
         block = self._transport.blocks[worker]
@@ -209,6 +211,24 @@ def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
         alive = found()
         if alive is not None:
             alive(*arguments)
+
+    return call
+
+
+def _only_in_this_thread(settle: Callable[[], None]) -> Callable[[], None]:
+    """Makes a function that calls another one, and raises StateError in every other thread than this one.
+
+    Two threads that take the replies of workers would take each other's.
+    """
+    own = threading.get_ident()
+
+    def call() -> None:
+        if threading.get_ident() != own:
+            raise StateError(
+                "workers write to this memory: only the thread that uses their batcher can save or copy it; other "
+                "threads can once no rollout is under way"
+            )
+        settle()
 
     return call
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -216,6 +217,22 @@ def test_a_memory_is_saved_while_workers_run_ahead(tmp_path):
             # An end that comes after the newest row limits no draw, and may be known already.
             for name in expected.keys() & found.keys() - {"heads", "policy_version", "remaining"}:
                 np.testing.assert_array_equal(found[name], expected[name][kept], err_msg=name)
+
+
+def test_another_thread_saves_a_memory_only_when_no_rollout_is_under_way(counts, tmp_path):
+    memory = memory_of(size=100)
+    counts.feed(memory)
+    counts.reset()
+    counts.execute()
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(StateError, match="only the thread that uses their batcher can save or copy it"):
+            threads.submit(memory.save, tmp_path / "memory.npz").result()
+        assert not list(tmp_path.iterdir())
+        counts.wait()
+        threads.submit(memory.save, tmp_path / "memory.npz").result()
+    back = memory_of(size=100)
+    back.load(tmp_path / "memory.npz")
+    assert len(back) == len(memory) == 2 * T
 
 
 def test_who_drops_a_batcher_has_its_memory_back():
