@@ -70,6 +70,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
         self._before = [name for name in specs if name not in self._after]
         self._writer = StepWriter(self._storage, ())
+        # Name, dtype and shape of what `add` writes.
+        self._forms = [(name, spec.dtype, (n_envs, *spec.shape)) for name, spec in specs.items()]
 
     def _specs(self) -> dict[str, Spec]:
         """The columns, by name."""
@@ -110,15 +112,15 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             reward, done: (n_envs,).
             infos: one for each environment; anything if timeouts are not handled.
         """
-        rows = {**self._split(OBSERVATIONS, obs), **self._split(NEXT, next_obs)}
-        rows |= {ACTIONS: action, REWARDS: reward, DONES: done}
-        rows[TIMEOUTS] = np.zeros(self.n_envs, FLOAT)
+        timeouts = [False] * self.n_envs
         if self.handle_timeout_termination:
-            rows[TIMEOUTS][:] = [info.get("TimeLimit.truncated", False) for info in infos]
-        block = {
-            name: np.asarray(rows[name]).astype(spec.dtype, copy=False).reshape(self.n_envs, *spec.shape)
-            for name, spec in self._storage.columns.specs.items()
-        }
+            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+        block = {**self._split(OBSERVATIONS, obs), **self._split(NEXT, next_obs)}
+        block |= {ACTIONS: action, REWARDS: reward, DONES: done, TIMEOUTS: timeouts}
+        for name, dtype, shape in self._forms:
+            rows = block[name]
+            if type(rows) is not np.ndarray or rows.dtype is not dtype or rows.shape != shape:
+                block[name] = np.asarray(rows).astype(dtype, copy=False).reshape(shape)
         if self._writer.write(block) is None:
             self._storage.write({name: values[:, None] for name, values in block.items()})
         self.pos += 1
