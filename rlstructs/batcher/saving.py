@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rlstructs.batcher import exact_format, state_dict
@@ -34,17 +36,28 @@ def make_state(engine: Engine, life: Lifecycle, delivery: Delivery, exact: bool 
     )
 
 
-def load_state(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> None:
-    """Does what `RL_Batcher.load_state_dict` does."""
+def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callable[[], None]:
+    """Checks what `RL_Batcher.load_state_dict` is given, and returns a function that loads it; raises what that does.
+
+    Nothing changes until the function is called.
+    """
     life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
     state_dict.check(state, state_dict.make_state(engine))
     if "exact" in state:
         found, phase = exact_format.unpack(engine, state["exact"])
+        load = partial(load_engine_state, engine, found)
+    else:
+        load, phase = partial(engine.load, state, state_dict.unpack_statistics(state["statistics"])), Phase.NEW
+
+    def load_and_set_phase() -> None:
         with defer_first_interrupt(), life.note_failures("load_state_dict"):
-            load_engine_state(engine, found)
+            load()
             life.phase = phase
-        return
-    statistics = state_dict.unpack_statistics(state["statistics"])
-    with defer_first_interrupt(), life.note_failures("load_state_dict"):
-        engine.load(state, statistics)
-        life.phase = Phase.NEW
+
+    return load_and_set_phase
+
+
+def check_between_rollouts(life: Lifecycle, delivery: Delivery, call: str) -> None:
+    """Raises StateError while a rollout is under way or leased; ClosedError if the batcher is closed."""
+    delivery.drop_lease()
+    life.check(call, *(phase for phase in Phase if phase not in (Phase.RUNNING, Phase.LEASED)))

@@ -86,7 +86,7 @@ class Checkpoint:
         return [] if self._folder is None else [step_of(each) for each in self._folder.find_all()]
 
     def save(self, step: int) -> None:
-        """Saves the training. It must not be called while a rollout is under way: `get` it first.
+        """Saves the training, between two rollouts: not before `get`, nor while one is leased.
 
         A rollout that workers collect ahead is waited for, and belongs to the checkpoint. What an interrupted save has
         left is deleted first, and afterwards all checkpoints but the newest `keep`.
@@ -96,9 +96,10 @@ class Checkpoint:
 
         Raises:
             StateError: another program saves to this folder; the folder has checkpoints of an earlier run, and
-                `restore` was not called; or a rollout is under way.
+                `restore` was not called; or a rollout is under way or leased.
             SpecError: a part holds what a checkpoint cannot hold; the message names it.
-            OSError: the folder cannot be written to; the last checkpoint remains.
+            OSError: the folder cannot be written to, and the last checkpoint remains; or an old checkpoint cannot be
+                deleted, and the new one counts.
         """
         step = check_count("step", step, 0)
         if self._folder is None:
@@ -116,10 +117,12 @@ class Checkpoint:
         parts = sorted(self._parts, key=lambda part: not part.label.startswith("batcher"))
         entries = {part.label: part.save(new, self._newest) for part in parts}
         write_manifest(new, step, entries)
-        self._newest = self._folder.publish(new, self._keep)
+        self._newest = self._folder.publish(new)
         for part in self._parts:
             part.note()
         self._last_time = time.monotonic()
+        # Last: the new checkpoint counts even if an old one cannot be deleted.
+        self._folder.drop_old(self._keep)
 
     def _check_next(self, folder: CheckpointFolder, step: int) -> None:
         latest = folder.find_latest()
@@ -167,8 +170,8 @@ class Checkpoint:
 
         Raises:
             FileError, FileNotFoundError: the checkpoint is damaged, lacks a part, or is one of other parts: of another
-                network, batcher, or size of a memory. The message names the part, and nothing has changed.
-            SpecError: the state is of another batcher.
+                network, batcher, or size of a memory. The message names the file, and nothing has changed.
+            StateError: a rollout is under way or leased, or workers write to a memory; nothing has changed.
         """
         if self._folder is None:
             return None

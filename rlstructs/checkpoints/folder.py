@@ -101,7 +101,7 @@ class CheckpointFolder:
             return False
         self.path.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        release = weakref.finalize(self, os.close, file)
+        release = weakref.finalize(self, _release_lock, file, os.getpid())
         deadline = time.monotonic() + LOCK_DELAY
         while True:
             try:
@@ -116,9 +116,10 @@ class CheckpointFolder:
                 raise StateError(f"{self.path}: {holder} saves to this folder; give each training its own") from None
             except OSError:  # the file system has no locks
                 break
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._release = release
+        with contextlib.suppress(OSError):  # a full disk: the lock is held without its text
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         return True
 
     def unlock(self) -> None:
@@ -143,26 +144,25 @@ class CheckpointFolder:
         new.mkdir()
         return new
 
-    def publish(self, new: Path, keep: int) -> Path:
-        """Makes a written folder the newest checkpoint, and deletes the oldest ones.
-
-        Args:
-            new: what `begin` returned.
-            keep: how many checkpoints remain.
-        """
+    def publish(self, new: Path) -> Path:
+        """Makes a written folder, which `begin` returned, the newest checkpoint; returns its path."""
         path = new.with_suffix("")
-        before = self.find_all()
         with replace_file(self.path / LATEST) as temporary:
             temporary.write_text(f"{path.name}\n")
             _sync_all([temporary, *_list_tree(new)])
             new.rename(path)
             _sync(self.path)
         _sync(self.path)
-        step = _order(path)[0]
-        kept = [entry for entry in before if _order(entry)[0] != step]
-        for entry in [each for each in before if each not in kept] + kept[: max(0, len(kept) + 1 - keep)]:
-            _delete(entry)
         return path
+
+    def drop_old(self, keep: int) -> None:
+        """Deletes all but the newest `keep` checkpoints, and those that another one of the same step has replaced."""
+        found = self.find_all()
+        newest = {step_of(entry): entry for entry in found}  # the last one of each step
+        kept = list(newest.values())[-keep:]
+        for entry in found:
+            if entry not in kept:
+                _delete(entry)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -174,6 +174,15 @@ def _order(checkpoint: Path) -> tuple[int, int]:
     match = NAME.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
+
+
+def _release_lock(file: int, owner: int) -> None:
+    """Releases the lock of the process `owner`, and closes the file."""
+    # Closing alone would leave the lock to a forked child, which has the file open too; nor may a child release it.
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
 
 
 def _is_ours(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlstructs.checkpoints.parts import Entry, Restore
 from rlstructs.checks import clean_text
@@ -13,11 +13,24 @@ from rlstructs.distributed.replay import RayReplay
 from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import segments
 from rlstructs.files.archives import Reader
-from rlstructs.memories import files
+from rlstructs.memories import segmenting as memory_segmenting
 from rlstructs.memories.memory import Memory
-from rlstructs.replay import saving, segmenting
+from rlstructs.replay import segmenting as buffer_segmenting
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.changes import Marks
+
+
+class Segmenting(Protocol):
+    """What a checkpoint asks of a kind of memories; one module for each implements it. Locks are held meanwhile."""
+
+    def cut_contents(self, memory: Any, since: Marks, /) -> segments.Content:
+        """The contents, with what has changed since the earlier checkpoint."""
+
+    def marks_of(self, memory: Any, /) -> Marks:
+        """The state of a memory now, for the next checkpoint's `cut_contents`."""
+
+    def restorer(self, memory: Any, path: Path, reader: Reader, header: Mapping[str, Any], /) -> Restore:
+        """Checks the contents, and returns a function that restores them; raises anything if they do not fit."""
 
 
 class MemoryPart:
@@ -30,6 +43,7 @@ class MemoryPart:
 
     def __init__(self, label: str, memory: Memory | Buffer) -> None:
         self.label, self._memory = label, memory
+        self._segmenting: Segmenting = memory_segmenting if isinstance(memory, Memory) else buffer_segmenting
         self._marks: Marks = {}  # of the newest checkpoint
         self._next: Marks = {}  # of the one that is being written
 
@@ -38,19 +52,20 @@ class MemoryPart:
         return self.label.replace("/", ".")
 
     def save(self, folder: Path, before: Path | None) -> Entry:
-        how: Any = files if isinstance(self._memory, Memory) else segmenting
         with self._memory._hold_locks():
-            self._next = how.marks_of(self._memory)
-            content = how.cut_contents(self._memory, self._marks)
+            self._next = self._segmenting.marks_of(self._memory)
+            content = self._segmenting.cut_contents(self._memory, self._marks)
             segments.write(folder / self._folder, content, None if before is None else before / self._folder)
         return {"folder": self._folder, "class": type(self._memory).__name__}
 
     def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
         path = folder / self._folder
+        self._memory._storage.counters.check_writable()
         reader, header = held.enter_context(segments.open_folder(path))
         try:
             reader.verify()
-            restore = self._restorer(path, reader, header)
+            with self._memory._hold_locks():
+                restore = self._segmenting.restorer(self._memory, path, reader, header)
         except (FileError, FileNotFoundError, OutOfMemoryError):
             raise
         except Exception as error:  # a damaged header may hold anything
@@ -59,16 +74,9 @@ class MemoryPart:
         def restore_and_mark() -> None:
             with self._memory._hold_locks():
                 restore()
-                how: Any = files if isinstance(self._memory, Memory) else segmenting
-                self._next = how.marks_of(self._memory)
+                self._next = self._segmenting.marks_of(self._memory)
 
         return restore_and_mark
-
-    def _restorer(self, path: Path, reader: Reader, header: Mapping[str, Any]) -> Restore:
-        with self._memory._hold_locks():
-            if isinstance(self._memory, Memory):
-                return files.restorer(self._memory, path, reader, header)
-            return saving.restorer(self._memory, path, reader, header)
 
     def note(self) -> None:
         self._marks = self._next

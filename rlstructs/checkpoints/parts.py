@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from rlstructs.batcher import state_dict
+from rlstructs.batcher import saving
 from rlstructs.batcher.base import BatcherBase
 from rlstructs.checkpoints.random_states import collect_states, plan_states
 from rlstructs.checkpoints.trees import load_tree, save_tree
 from rlstructs.checks import clean_text
-from rlstructs.errors import FileError, SpecError
+from rlstructs.errors import FileError, SpecError, StateError
 from rlstructs.files.opening import read_bytes
 
 Restore = Callable[[], None]
@@ -41,6 +41,7 @@ class Part(Protocol):
 
         Raises:
             SpecError: a checkpoint cannot hold it.
+            StateError: it cannot be saved now.
         """
 
     def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
@@ -53,6 +54,7 @@ class Part(Protocol):
 
         Raises:
             FileNotFoundError, FileError: a file is missing or damaged, or does not fit.
+            StateError: it cannot be restored now.
         """
 
     def note(self) -> None:
@@ -86,6 +88,8 @@ class TreePart:
             if str(path) in str(error):
                 raise
             raise FileError(f"{path}: {error}") from error
+        except StateError:  # it is this program that cannot take it now
+            raise
         except Exception as error:  # a tree of another program may be anything
             raise FileError(f"{path}: does not fit: {clean_text(error)}") from error
 
@@ -129,11 +133,11 @@ class BatcherPart(StatePart):
         self._exact = exact
 
     def _collect(self) -> Any:
+        saving.check_between_rollouts(self._owner._life, self._owner._delivery, "save")
         return self._owner.state_dict(exact=self._exact)
 
     def _plan(self, tree: Any) -> Restore:
-        state_dict.check(tree, self._owner.state_dict())
-        return lambda: self._owner.load_state_dict(tree)
+        return saving.plan_load(self._owner._engine, self._owner._life, tree)
 
 
 class ExtraPart(TreePart):

@@ -43,12 +43,17 @@ class Preemption:
             raise StateError("preemption: only the main thread can handle signals; enter the block there")
         self._deadline = float("inf") if seconds is None else seconds
         before = {number: signal.signal(number, self._note) for number in signals}
+        has_exited = False
         try:
             yield
-            self._call_off()  # the training ended as it would have
+        except SystemExit:
+            has_exited = True
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if not has_exited:  # the program goes on, or ends as it would have; one that exits has the deadline
+                self._call_off()
 
     def _note(self, number: int, _: object) -> None:
         if self.is_requested:

@@ -158,10 +158,11 @@ def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         allow_abbrev=False,
         help="say what is in a file, or what a bug report needs",
-        description="Says what is in a file of trajectories, or in a batcher's state, or what a bug report needs.",
+        description="Says what is in a file of trajectories, a batcher's state or a folder of checkpoints, "
+        "or what a bug report needs.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    file_help = "written by rlstructs: .npz, .pt, .h5, or a folder of collect; or a saved state of a batcher: .pt"
+    file_help = "what rlstructs wrote: .npz, .pt, .h5, a folder of collect or of checkpoints, a batcher's state (.pt)"
     what.add_argument("file", metavar="FILE", type=Path, nargs="?", help=file_help)
     what.add_argument("--system", action="store_true", help="versions, platform, cores, memory")
     parser.set_defaults(run=_info)

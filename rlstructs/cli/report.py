@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # File ending -> the module needed to write it, besides torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
-# Such a module -> the extra that installs it.
+# Package -> what `pip install` needs for it.
 INSTALL = {"h5py": "h5py", "matplotlib": "matplotlib", "imageio_ffmpeg": "'imageio[ffmpeg]'"}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}

@@ -11,6 +11,7 @@ import torch
 
 from rlstructs.batcher.state_dict import FORMAT
 from rlstructs.checks import LONGEST_NAME, clean_text
+from rlstructs.errors import FileError
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
@@ -22,11 +23,23 @@ def read_state(path: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) and state.get("format") == FORMAT else None
 
 
-def describe_state(path: Path, state: dict[str, Any]) -> Iterator[str]:
-    """Describes a state, line by line."""
+def describe_state(path: Path, state: dict[str, Any]) -> list[str]:
+    """Describes a state, line by line.
+
+    Raises:
+        FileError: it is damaged.
+    """
+    size = f"{path.stat().st_size / 1e6:,.2f} MB"
+    try:
+        return list(_describe(path, state, size))
+    except Exception as error:  # a crafted state may hold anything
+        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
+
+
+def _describe(path: Path, state: dict[str, Any], size: str) -> Iterator[str]:
     exact = state.get("exact")
     kind = "exact state" if exact else "state"
-    yield f"{path}: {kind} of {FORMAT}, version {_text(state.get('version'))}, {path.stat().st_size / 1e6:,.2f} MB"
+    yield f"{path}: {kind} of {FORMAT}, version {_text(state.get('version'))}, {size}"
     batcher = state.get("batcher") or {}
     n_workers, n_envs = batcher.get("n_processes"), batcher.get("n_envs")
     yield f"  workers: {_text(n_workers)}, with {_text(n_envs)} environments each; seeds: {_text(state.get('seeds'))}"

@@ -111,9 +111,8 @@ def _write_group(
     for number, (start, stop) in enumerate(_segments(n_slots, per_file)):
         pieces = {name: _slice(array, cuts[name].axis, start, stop) for name, array in arrays.items()}
         path = folder / _file_name(group, number)
-        is_known = stop == min(start + per_file, n_before) and before is not None
-        if is_known and (changed is None or not changed[start:stop].any()):
-            assert before is not None
+        is_known = stop == min(start + per_file, n_before)
+        if before is not None and is_known and (changed is None or not changed[start:stop].any()):
             old = before / path.name
             if (changed is not None or _holds(old, pieces)) and _link(old, path):
                 continue
@@ -188,7 +187,7 @@ def open_folder(folder: Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
     with READERS[ENDING](path) as archive:
         try:
             reader = SegmentReader(folder, archive, header)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FileError(f"{path}: damaged: {clean_text(error)}") from error
         # A dtype and shape, as `reader.spec_of` gives them, is all that is asked of these.
         yield reader, {**header, "arrays": dict.fromkeys([*header["arrays"], *reader.cut]), "state": reader.state}
@@ -235,14 +234,12 @@ class SegmentReader:
         state: what was given as the state.
     """
 
-    text = ""
-
     def __init__(self, folder: Path, whole: Reader, header: Mapping[str, Any]) -> None:
         self._folder, self._whole, self.text = folder, whole, whole.text
         state = header["state"]
         self.state, self.cut = state["own"], dict[str, _CutArray]()
         for group, known in state["groups"].items():
-            if not (type(group) is str and group.replace("_", "").isalnum() and group.isascii()):
+            if not (group.replace("_", "").isalnum() and group.isascii()):  # it is part of file names
                 raise ValueError(f"{group!r} is no group of arrays")
             per_file, n_slots = _count(known["per_file"], 1), _count(known["n_slots"], 0)
             for name, (dtype, _, shape, axis) in known["arrays"].items():
@@ -284,9 +281,8 @@ class SegmentReader:
             self._whole.read_into(name, array, first)
         elif self.cut[name].axis == 0:
             self._read_in_order(name, array.reshape(-1), first)
-        elif first or array.size != math.prod(self.cut[name].shape):
-            raise ValueError(f"{name!r} can only be read as a whole")
         else:
+            assert not first  # only arrays whose files follow one another are read in parts
             self._read_across(name, array)
 
     def _read_in_order(self, name: str, numbers: np.ndarray, first: int) -> None:

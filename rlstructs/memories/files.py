@@ -14,7 +14,6 @@ from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Archive, Reader
 from rlstructs.files.opening import open_file
-from rlstructs.files.segments import Content, Cut
 from rlstructs.memories import csv_files, skrl_files
 from rlstructs.memories.restoring import (
     BOOKKEEPING,
@@ -25,10 +24,7 @@ from rlstructs.memories.restoring import (
     plan_restore,
     read_tensors,
 )
-from rlstructs.replay.changes import Mark, Marks, find_changed
-from rlstructs.replay.counters import EXPOSED
 from rlstructs.replay.episodes import EPISODE
-from rlstructs.replay.priorities import TREE_LEAVES
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
@@ -78,31 +74,6 @@ def contents(memory: Memory) -> tuple[dict[str, Any], dict[str, str], dict[str, 
     """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
     dtypes = {name: "bfloat16" for name in memory._tensors.dtypes if memory._tensors.spec_of(name).is_bfloat16}
     return {**_collect_tensors(memory), **_collect_bookkeeping(memory)}, dtypes, memory._state()
-
-
-def cut_contents(memory: Memory, since: Marks) -> Content:
-    """The contents for a checkpoint, while the memory's locks are held.
-
-    Args:
-        memory: the memory.
-        since: what `marks_of` returned for the earlier checkpoint; {} if there is none.
-    """
-    arrays, dtypes, state = contents(memory)
-    tensors, cuts = memory._tensors, {}
-    for name, array in arrays.items():
-        group = "rows" if name in tensors.dtypes else {EPISODES: "episodes", TREE_LEAVES: "priorities"}.get(name)
-        if group is not None:
-            shape = (*tensors.lead, *array.shape[2 if group == "rows" else 1 :])
-            cuts[name] = Cut(group, shape, 0, memory.memory_size)
-    # The program may write to tensors that it has without telling.
-    exposed = memory._storage.counters.notes[EXPOSED]
-    changed = None if exposed else find_changed(memory._storage, since.get("rows"))
-    return Content(KIND, arrays, dtypes, state, cuts, {} if changed is None else {"rows": changed})
-
-
-def marks_of(memory: Memory) -> Marks:
-    """The state of a memory now, for the next checkpoint's `cut_contents`."""
-    return {"rows": Mark.of(memory._storage)}
 
 
 def load(memory: Memory, path: Path) -> None:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from rlstructs.files.segments import Content, Cut
 from rlstructs.replay.changes import Mark, Marks, find_changed
-from rlstructs.replay.saving import EPISODES, INNER, MORE, ROWS, contents
+from rlstructs.replay.priorities import TREE_LEAVES
+from rlstructs.replay.saving import EPISODES, INNER, MORE, ROWS, contents, restorer
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffer import Buffer
+
+__all__ = ["cut_contents", "marks_of", "restorer"]
 
 
 def cut_contents(buffer: Buffer, since: Marks) -> Content:
@@ -30,7 +33,7 @@ def cut_contents(buffer: Buffer, since: Marks) -> Content:
                 cuts[name] = Cut(f"rows{number}", array.shape, 1, capacity)
             elif inside == EPISODES:
                 cuts[name] = Cut(f"episodes{number}", array.shape, 1, capacity)
-            elif inside.startswith(MORE) and array.shape == (columns.n_rows,):
+            elif inside == MORE + TREE_LEAVES:
                 cuts[name] = Cut(f"priorities{number}", (columns.n_lanes, capacity), 1, capacity)
         found = find_changed(each._storage, since.get(prefix))
         if found is not None:

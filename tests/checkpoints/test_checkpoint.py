@@ -15,7 +15,7 @@ from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
 
 from rlstructs import Checkpoint, DictTensor, FileError, SpecError, StateError, TemporalDictTensor, Trajectories
 from rlstructs.cli.command import main
-from rlstructs.files import segments
+from rlstructs.files import layout, segments
 from rlstructs.memories import files
 from rlstructs.memories.memory import Memory
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
@@ -214,6 +214,22 @@ def test_whatever_byte_is_damaged_is_noticed_before_anything_is_restored(tmp_pat
         with pytest.raises(FileNotFoundError, match=re.escape(path.name)):
             again.restore()
         assert (content(memory), bits(model.state_dict()), torch.get_rng_state().tolist()) == before
+
+
+def test_a_header_that_cuts_an_axis_that_is_not_there_is_damaged(tmp_path):
+    checkpoint, memory, _ = saved_training(tmp_path)
+    checkpoint.save(3)
+    path = tmp_path / "step_000000000003/memory/whole.npz"
+    with layout.open_reader(path) as (reader, header):
+        arrays = {name: np.empty(shape, dtype) for name in header["arrays"] for dtype, shape in [reader.spec_of(name)]}
+        for name, array in arrays.items():
+            reader.read_into(name, array)
+    header["state"]["groups"]["rows"]["arrays"]["observations"][-1] = 9
+    layout.write(path, header["class"], arrays, {}, header["state"])
+    before = content(memory)
+    with pytest.raises(FileError, match=re.escape(f"{path}: damaged: ")):
+        checkpoint.restore()
+    assert content(memory) == before
 
 
 def test_what_does_not_fit_is_named_and_nothing_is_restored(tmp_path):

@@ -101,6 +101,23 @@ with RL_Batcher(8, create_agent, {}, create_env, {"n_envs": 1}, n_processes=1, s
             checkpoint.save_if_due(progress["n"])
 """
 
+# A program gets a signal in the block, leaves that by an error, and waits for the end of the deadline's thread.
+LEFT = r"""
+import _thread, os, signal, sys
+from rlstructs import Checkpoint
+
+ends, n_threads = sys.argv[1] == "ends", _thread._count()
+try:
+    with Checkpoint(None).preemption(deadline=0.1 if ends else 60.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while _thread._count() == n_threads:
+            os.sched_yield()
+        raise SystemExit if ends else ValueError
+except (ValueError, SystemExit):
+    while _thread._count() > n_threads:
+        os.sched_yield()
+"""
+
 
 def test_a_save_that_is_killed_before_any_operation_leaves_the_last_checkpoint(subprocess_env, tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path / "runs")]
@@ -119,3 +136,9 @@ def test_a_program_that_is_told_to_stop_saves_within_its_deadline_or_ends(how, c
     progress = {"n": None}
     step = Checkpoint(tmp_path, extra=progress).restore()
     assert progress["n"] == step and (step > 0) == (how == "in time")
+
+
+@pytest.mark.parametrize(("how", "code"), [("goes on", 0), ("ends", 128 + signal.SIGTERM)])
+def test_a_program_that_goes_on_after_an_error_has_no_deadline_any_more(how, code, subprocess_env):
+    done = subprocess.run([sys.executable, "-c", LEFT, how], capture_output=True, timeout=LIMIT, env=subprocess_env)
+    assert done.returncode == code, done.stderr

@@ -484,6 +484,7 @@ ERRORS = {
         ["info", "weights.pt"],
         "weights.pt: not a file of rlstructs, .*; info reads files that `rlstructs collect --out` or a `save` .* wrote",
     ),
+    "info crafted": (["info", "crafted.pt"], "crafted.pt: damaged: .*'int' object has no attribute 'get'"),
     "info cut": (["info", "cut.pt"], "cut.pt: not a file of rlstructs, or a damaged one: .*"),
     "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5; info reads .*"),
 }
@@ -500,6 +501,7 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, argume
     whole = tmp_path / "whole.pt"
     DictTensor({"x": torch.zeros(1000)}).save(whole)
     torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
+    torch.save({"format": "rlstructs.RL_Batcher", "batcher": 3}, tmp_path / "crafted.pt")
     (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:500])
     before = sorted(tmp_path.iterdir())
     code, stdout, stderr = run(*arguments)
