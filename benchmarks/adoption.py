@@ -173,19 +173,23 @@ def tianshou_envs(env_id: str) -> dict[str, Callable[[], Any]]:
 
 def tianshou_collect(envs: Any, steps: int) -> None:
     """A DQN of tianshou: collect a step of every environment, update from 64 rows."""
+    from tianshou.algorithm import DQN
+    from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+    from tianshou.algorithm.optim import AdamOptimizerFactory
     from tianshou.data import Collector, VectorReplayBuffer
-    from tianshou.policy import DQNPolicy
     from tianshou.utils.net.common import Net
+    from tianshou.utils.torch_utils import policy_within_training_step
 
-    observation_space, action_space = envs.observation_space[0], envs.action_space[0]
-    net = Net(observation_space.shape, action_space.n, hidden_sizes=[64, 64])
-    policy = DQNPolicy(net, torch.optim.Adam(net.parameters(), 1e-3), 0.99, 1, target_update_freq=320)
-    collector = Collector(policy, envs, VectorReplayBuffer(100_000, N_ENVS))
-    policy.set_eps(0.1)
+    action_space = envs.action_space[0]
+    net = Net(state_shape=envs.observation_space[0].shape, action_shape=action_space.n, hidden_sizes=[64, 64])
+    policy = DiscreteQLearningPolicy(model=net, action_space=action_space, eps_training=0.1)
+    dqn = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3), target_update_freq=320)
+    collector = Collector(dqn, envs, VectorReplayBuffer(100_000, N_ENVS))
     collector.reset()
-    for _ in range(steps // (10 * N_ENVS)):
-        collector.collect(n_step=10 * N_ENVS)
-        policy.update(64, collector.buffer)
+    with policy_within_training_step(policy):
+        for _ in range(steps // (10 * N_ENVS)):
+            collector.collect(n_step=10 * N_ENVS)
+            dqn.update(collector.buffer, 64)
 
 
 def skrl_ppo(envs: Any, steps: int) -> None:

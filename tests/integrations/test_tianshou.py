@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tianshou.algorithm import DQN
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, VectorEnvNormObs
-from tianshou.policy import DQNPolicy
 from tianshou.utils.net.common import Net
+from tianshou.utils.torch_utils import policy_within_training_step
 from walks import BOX, SPACES, SeededWalks, Walks, assert_same
 
 from rlstructs.errors import ClosedError, SpecError, StateError
@@ -125,28 +128,29 @@ def test_misuse_and_a_dead_worker_are_errors():
 
 
 def train(make_envs):
-    """A short training by DQN, an evaluation of three episodes on fewer environments than there are, and the buffer."""
+    """A short training by DQN, an evaluation that ends with fewer environments than it began with, and the buffer."""
     np.random.seed(0)
     torch.manual_seed(0)
     fns = [lambda: gymnasium.make("CartPole-v1")] * 4
     with contextlib.closing(make_envs(fns)) as envs:
-        net = Net(4, 2, hidden_sizes=[16], device="cpu")
-        policy = DQNPolicy(net, torch.optim.Adam(net.parameters(), 1e-3), 0.99, 2, target_update_freq=10)
-        policy.set_eps(0.2)
+        net = Net(state_shape=4, action_shape=2, hidden_sizes=[16])
+        policy = DiscreteQLearningPolicy(model=net, action_space=spaces.Discrete(2), eps_training=0.2)
+        dqn = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3), n_step_return_horizon=2, target_update_freq=10)
         buffer = VectorReplayBuffer(400, 4)
-        collector = Collector(policy, envs, buffer, exploration_noise=True)
+        collector = Collector(dqn, envs, buffer, exploration_noise=True)
         envs.seed(3)
-        collector.reset_env()
+        collector.reset()
         collector.collect(n_step=64, random=True)
-        for _ in range(10):
-            collector.collect(n_step=16)
-            policy.update(32, buffer)
+        with policy_within_training_step(policy):
+            for _ in range(10):
+                collector.collect(n_step=16)
+                dqn.update(buffer, 32)
         normed = VectorEnvNormObs(envs)
-        evaluated = Collector(policy, normed).collect(n_episode=3)
+        evaluated = Collector(dqn, normed).collect(n_episode=6, reset_before_collect=True)
     batch = buffer[np.arange(224)]  # what no row holds is there in tianshou's buffer, too
     weights = [parameter.detach().numpy() for parameter in net.parameters()]
     rows = [np.asarray(batch[key]) for key in ("obs", "act", "rew", "terminated", "truncated", "obs_next")]
-    return [*weights, *rows, evaluated["rews"], evaluated["lens"], normed.obs_rms.mean]
+    return [*weights, *rows, evaluated.returns, evaluated.lens, normed.obs_rms.mean]
 
 
 def test_dqn_collects_the_same_rows_and_learns_the_same_weights_as_on_dummy_vector_env():

@@ -1,4 +1,4 @@
-"""tianshou's `Collector` and policies come to the same with these buffers as with tianshou's own."""
+"""tianshou's `Collector` and algorithms come to the same with these buffers as with tianshou's own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import pytest
 import tianshou.data as theirs
 import torch
 from gymnasium import spaces
+from tianshou.algorithm import DQN, PPO, SAC
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+from tianshou.algorithm.modelfree.sac import SACPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import Collector
 from tianshou.env import DummyVectorEnv
-from tianshou.policy import DQNPolicy, PPOPolicy, RandomPolicy, SACPolicy
 from tianshou.utils.net import continuous, discrete
-from tianshou.utils.net.common import ActorCritic, Net
+from tianshou.utils.net.common import Net
+from tianshou.utils.torch_utils import policy_within_training_step
 
 import rlstructs.integrations.tianshou as ours
 from rlstructs import replay
@@ -24,32 +29,35 @@ pytestmark = pytest.mark.usefixtures("small_training")
 N_ENVS = 4
 
 
-def adam(module):
-    return torch.optim.Adam(module.parameters(), 1e-3)
+def make_net(**settings):
+    return Net(hidden_sizes=[16], **settings)
 
 
 def make_dqn():
-    net = Net(4, 2, hidden_sizes=[16])
-    policy = DQNPolicy(net, adam(net), 0.9, estimation_step=3, target_update_freq=2)
-    policy.set_eps(0.2)
-    return "CartPole-v1", policy, {}
+    net = make_net(state_shape=4, action_shape=2)
+    policy = DiscreteQLearningPolicy(model=net, action_space=spaces.Discrete(2), eps_training=0.2)
+    settings = {"gamma": 0.9, "n_step_return_horizon": 3, "target_update_freq": 2}
+    return "CartPole-v1", DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3), **settings), None
 
 
 def make_ppo():
-    net = Net(4, hidden_sizes=[16])
-    actor, critic = discrete.Actor(net, 2), discrete.Critic(net)
-    optimizer, categorical = adam(ActorCritic(actor, critic)), torch.distributions.Categorical
-    policy = PPOPolicy(actor, critic, optimizer, categorical, action_scaling=False, recompute_advantage=True)
-    return "CartPole-v1", policy, {"batch_size": 32, "repeat": 2}
+    net = make_net(state_shape=4)
+    actor = discrete.DiscreteActor(preprocess_net=net, action_shape=2)
+    critic = discrete.DiscreteCritic(preprocess_net=net)
+    policy = DiscreteActorPolicy(actor=actor, action_space=spaces.Discrete(2))
+    settings = {"critic": critic, "optim": AdamOptimizerFactory(lr=1e-3), "recompute_advantage": True}
+    return "CartPole-v1", PPO(policy=policy, **settings), {"batch_size": 32, "repeat": 2}
 
 
 def make_sac():
-    actor = continuous.ActorProb(Net(3, hidden_sizes=[16]), 1, unbounded=True, conditioned_sigma=True)
-    critics = [continuous.Critic(Net(3, 1, hidden_sizes=[16], concat=True)) for _ in range(2)]
-    space = gymnasium.make("Pendulum-v1").action_space
-    one, two = critics
-    policy = SACPolicy(actor, adam(actor), one, adam(one), two, adam(two), action_space=space, estimation_step=2)
-    return "Pendulum-v1", policy, {}
+    net, space = make_net(state_shape=3), gymnasium.make("Pendulum-v1").action_space
+    actor = continuous.ContinuousActorProbabilistic(
+        preprocess_net=net, action_shape=1, unbounded=True, conditioned_sigma=True
+    )
+    of_critic = make_net(state_shape=3, action_shape=1, concat=True)
+    settings = {"critic": continuous.ContinuousCritic(preprocess_net=of_critic), "n_step_return_horizon": 2}
+    settings |= {f"{name}_optim": AdamOptimizerFactory(lr=1e-3) for name in ("policy", "critic")}
+    return "Pendulum-v1", SAC(policy=SACPolicy(actor=actor, action_space=space), **settings), None
 
 
 BUFFERS = {
@@ -59,30 +67,34 @@ BUFFERS = {
 }
 
 
-def train(make_policy, buffer):
+def train(make_algorithm, buffer):
     """The weights after some updates, each from all rows, and a batch of these rows."""
     torch.manual_seed(0)
     np.random.seed(0)
-    name, policy, settings = make_policy()
+    name, algorithm, on_policy = make_algorithm()
     envs = DummyVectorEnv([lambda: gymnasium.make(name) for _ in range(N_ENVS)])
     envs.seed(0)
-    collector = Collector(policy, envs, buffer, exploration_noise=True)
+    collector = Collector(algorithm, envs, buffer, exploration_noise=True)
+    collector.reset()
     collector.collect(n_step=120)
-    for _ in range(3):
-        policy.update(0, buffer, **settings)
-        if settings:
-            collector.reset_buffer(keep_statistics=True)
-        collector.collect(n_episode=N_ENVS)
+    with policy_within_training_step(algorithm.policy):
+        for _ in range(3):
+            if on_policy:
+                algorithm.update(buffer, **on_policy)
+                collector.reset_buffer(keep_statistics=True)
+            else:
+                algorithm.update(buffer, 0)
+            collector.collect(n_episode=N_ENVS)
     batch, _ = buffer.sample(0)
     rows = [np.asarray(batch[key]) for key in ("obs", "act", "rew", "terminated", "truncated", "obs_next")]
-    return [parameter.detach().numpy() for parameter in policy.parameters()], rows
+    return [parameter.detach().numpy() for parameter in algorithm.parameters()], rows
 
 
-@pytest.mark.parametrize("make_policy", [make_dqn, make_ppo, make_sac])
+@pytest.mark.parametrize("make_algorithm", [make_dqn, make_ppo, make_sac])
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_collector_and_policy_come_to_the_same(kind, make_policy):
-    wanted = train(make_policy, BUFFERS[kind](theirs, theirs))
-    found = train(make_policy, BUFFERS[kind](ours, replay))
+def test_collector_and_algorithm_come_to_the_same(kind, make_algorithm):
+    wanted = train(make_algorithm, BUFFERS[kind](theirs, theirs))
+    found = train(make_algorithm, BUFFERS[kind](ours, replay))
     assert all(np.array_equal(*pair) for pair in zip(found[1], wanted[1], strict=True))
     # Importance weights are float64 in tianshou, and float32 here.
     close = {"rtol": 1e-4, "atol": 1e-6} if kind == "prioritised" else {"rtol": 0, "atol": 0}
@@ -101,8 +113,7 @@ def test_copies_and_files_are_taken_too(kind, tmp_path):
         batch, _ = other.sample(0)
         rows = [np.asarray(batch[key]) for key in ("obs", "act", "rew", "terminated", "truncated", "obs_next")]
         assert all(np.array_equal(*pair) for pair in zip(rows, wanted, strict=True))
-        _, policy, _ = make_dqn()
-        Collector(policy, DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * N_ENVS), other)
+        Collector(make_dqn()[1], DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * N_ENVS), other)
 
 
 class Goals(gymnasium.Env):
@@ -131,7 +142,8 @@ def test_hindsight_is_collected_and_relabelled():
         return (achieved == desired)[..., 0].astype(np.float32)
 
     buffer = ours.HERVectorReplayBuffer(800, N_ENVS, compute_reward_fn=reward, horizon=50, future_k=8)
-    Collector(RandomPolicy(), DummyVectorEnv([Goals] * N_ENVS), buffer).collect(n_step=400, random=True)
+    collector = Collector(make_dqn()[1], DummyVectorEnv([Goals] * N_ENVS), buffer)
+    collector.collect(n_step=400, random=True, reset_before_collect=True)
     batch, _ = buffer.sample(200)
     relabelled = batch.obs["desired_goal"][:, 0] != 5
     assert 0.5 < relabelled.mean() < 1

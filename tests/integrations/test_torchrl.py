@@ -10,7 +10,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict.nn import TensorDictSequential
-from torchrl.collectors import SyncDataCollector
+from torchrl.collectors import Collector
+from torchrl.envs import GymWrapper
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import MLP, EGreedyModule, QValueActor, ValueOperator
 from torchrl.objectives import DQNLoss, SoftUpdate
@@ -37,11 +38,13 @@ def wrap(n_workers=0, n=3, **settings):
     return SharedVectorWrapper(make_vec("CartPole-v1", n, n_workers=n_workers, **settings))
 
 
-def replay_bare(batch, seed):
+def replay_bare(batch, seed, n_resets=1):
     """What bare environments return for the actions of a batch (N, T): observations, next ones, rewards, ends."""
     for k, row in enumerate(batch):
         env = gymnasium.make("CartPole-v1")
         observation, _ = env.reset(seed=seed + k)
+        for _ in range(1, n_resets):
+            observation, _ = env.reset()
         for step in row:
             assert np.array_equal(step["observation"].numpy(), observation)
             observation, reward, terminated, truncated, _ = env.step(int(step["action"].argmax()))
@@ -59,6 +62,16 @@ def test_a_rollout_is_that_of_bare_environments_with_the_same_seeds(mode):
         batch = env.rollout(60, break_when_any_done=False)
     assert batch.batch_size == (3, 60) and batch["next", "done"].sum() > 3
     replay_bare(batch, 5)
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_torchrls_own_wrapper_takes_a_shared_vector_env(mode):
+    with contextlib.closing(make_vec("CartPole-v1", 3, n_workers=2, vector_kwargs={"autoreset_mode": mode})) as envs:
+        env = GymWrapper(envs)
+        env.set_seed(5)
+        batch = env.rollout(60, break_when_any_done=False)
+    assert batch.batch_size == (3, 60) and batch["next", "done"].sum() > 3
+    replay_bare(batch, 5, n_resets=2)  # by `set_seed`, and by `rollout`
 
 
 @pytest.mark.parametrize("kind", ["box", "float64", "discrete", "dict"])
@@ -91,7 +104,8 @@ def test_dqn_learns_from_its_collector_and_our_buffer():
         loss_module = DQNLoss(actor, action_space="one-hot", delay_value=True)
         updater, optimizer = SoftUpdate(loss_module, eps=0.9), torch.optim.Adam(loss_module.parameters(), 1e-2)
         policy = TensorDictSequential(actor, EGreedyModule(env.action_spec, eps_init=0.5, eps_end=0.1))
-        collector = SyncDataCollector(env, policy, frames_per_batch=48, total_frames=144)
+        settings = {"auto_register_policy_transforms": False}
+        collector = Collector(env, policy, frames_per_batch=48, total_frames=144, **settings)
         buffer, batches, before = DictTensorReplayBuffer(batch_size=32), [], network[0].weight.detach().clone()
         for batch in collector:
             batches.append(batch.clone())

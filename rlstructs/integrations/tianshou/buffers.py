@@ -15,19 +15,19 @@ from rlstructs.public_names import set_module
 
 @set_module("rlstructs.integrations.tianshou")
 class VectorReplayBuffer(replay.VectorReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
-    """`rlstructs.replay.VectorReplayBuffer`, which tianshou's `Collector` and policies take."""
+    """`rlstructs.replay.VectorReplayBuffer`, which tianshou's `Collector` and algorithms take."""
 
 
 @set_module("rlstructs.integrations.tianshou")
 class PrioritizedVectorReplayBuffer(replay.PrioritizedVectorReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
-    """`rlstructs.replay.PrioritizedVectorReplayBuffer`, which tianshou's `Collector` and policies take."""
+    """`rlstructs.replay.PrioritizedVectorReplayBuffer`, which tianshou's `Collector` and algorithms take."""
 
 
 @set_module("rlstructs.integrations.tianshou")
 class HERVectorReplayBuffer(replay.HERVectorReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
-    """`rlstructs.replay.HERVectorReplayBuffer`, which tianshou's `Collector` and policies take."""
+    """`rlstructs.replay.HERVectorReplayBuffer`, which tianshou's `Collector` and algorithms take."""
 
 
 @set_module("rlstructs.integrations.tianshou")
 class CachedReplayBuffer(replay.CachedReplayBuffer, TianshouCachedReplayBuffer):  # type: ignore[misc]
-    """`rlstructs.replay.CachedReplayBuffer`, which tianshou's `Collector` and policies take."""
+    """`rlstructs.replay.CachedReplayBuffer`, which tianshou's `Collector` and algorithms take."""

@@ -77,10 +77,10 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         self,
         env_id: Ids = None,
         *,
-        id: Ids = None,  # noqa: A002 - tianshou's name before its version 1
+        id: Ids = None,  # noqa: A002 - tianshou calls it so in `step`
         seed: int | None = None,
         options: Info | None = None,
-    ) -> tuple[np.ndarray, list[Info]]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Starts an episode in some environments.
 
         Args:
@@ -88,7 +88,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             seed, options: each of them gets these.
 
         Returns:
-            Observations (n, ...), which are dicts if their space is a Dict; and an info for each environment.
+            Observations (n, ...), which are dicts if their space is a Dict; and infos (n,), dicts.
         """
         ids = self._check_ids("reset", id if env_id is None else env_id)
         return self._reset(ids, [seed] * self.env_num, options)
@@ -184,7 +184,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
 
     def _reset(
         self, ids: list[int], seeds: Sequence[int | None], options: Info | None
-    ) -> tuple[np.ndarray, list[Info]]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         vector, calls = self._envs, self._calls
         vector._order.check_free("reset", vector._order.pending)
         vector._drop_pending()
@@ -194,7 +194,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
             mask[ids] = True
         calls.reset(seeds, options, mask)
         _, infos = calls.finish_reset(None, False, partial(split_infos, ids))
-        return self._stack(self._columns.batch_some(np.array(ids))), infos
+        return self._stack(self._columns.batch_some(np.array(ids))), np.array(infos, dtype=object)
 
     def _stack(self, batch: Any) -> np.ndarray:
         """Stacks observations the way `DummyVectorEnv` does it: an array of dicts where the space is a Dict."""
