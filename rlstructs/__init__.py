@@ -3,19 +3,13 @@
 Words and axes, everywhere: `B` batch, `T` time, `N` environments, `W` workers; tensors of trajectories
 are `(B, T, ...)`. `terminated` and `truncated` are gymnasium's, `done` is either of them.
 
-    import gymnasium
-    from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
+    import torch
+    from rlstructs import RL_Batcher
 
-    def create_env(n_envs, seed):
-        return GymEnvInf([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
-
-    def create_agent():
-        return RandomAgent(gymnasium.spaces.Discrete(2))
-
-    with RL_Batcher(128, create_agent, {}, create_env, {"n_envs": 8}, n_processes=2, seeds=0) as batcher:
-        batcher.reset()
-        batcher.execute()
-        trajectories, n_running = batcher.get()
+    network = torch.nn.Linear(4, 2)  # CartPole's observations to logits of its 2 actions
+    with RL_Batcher.make("CartPole-v1", network, n_envs=8, n_workers=2) as batcher:
+        for rollout in batcher.rollouts(n_steps=2048):
+            print(rollout.trajectories["observation/frame"].shape)
 """
 
 from __future__ import annotations
@@ -29,6 +23,14 @@ if sys.platform == "win32":
     raise ImportError("rlstructs needs POSIX shared memory and signals: it runs on Linux (and macOS), not on Windows")
 
 if TYPE_CHECKING:
+    from rlstructs import debug as debug
+    from rlstructs import distributed as distributed
+    from rlstructs import envs as envs
+    from rlstructs import integrations as integrations
+    from rlstructs import memories as memories
+    from rlstructs import replay as replay
+    from rlstructs import returns as returns
+    from rlstructs import testing as testing
     from rlstructs.action_masks import mask_logits
     from rlstructs.agent import RL_Agent, RL_Agent_CheckDevice, replay_agent, replay_agent_stateless
     from rlstructs.batcher.batcher import RL_Batcher
@@ -174,5 +176,8 @@ __all__ = [
     "vtrace",
 ]
 
+# Packages that programs import names from.
+_MODULES = ("debug", "distributed", "envs", "integrations", "memories", "replay", "returns", "testing")
+
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)
+    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS, _MODULES)

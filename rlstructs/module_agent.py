@@ -17,6 +17,8 @@ from rlstructs.public_names import set_module
 from rlstructs.shared.module_state import copy_plain
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.tree import show
+from workers.failures import add_note
 
 SUPPORTED = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
 
@@ -103,7 +105,13 @@ class ModuleAgent(RL_Agent):
         Actions of a distribution for a Discrete or MultiDiscrete space count from 0.
         """
         inputs = observation["frame"] if self._keys is None else {key: observation[key] for key in self._keys}
-        given, space, n = self.module(inputs), self._space, observation.n_elems()
+        try:
+            given = self.module(inputs)
+        except Exception as error:
+            found = show(inputs) if isinstance(inputs, torch.Tensor) else {key: show(inputs[key]) for key in inputs}
+            add_note(error, f"the module of the agent was called with observations {found}")
+            raise
+        space, n = self._space, observation.n_elems()
         if isinstance(given, Distribution):
             return given
         if isinstance(space, spaces.Discrete):
@@ -126,5 +134,8 @@ def _check_shape(given: Any, shape: tuple[int, ...], space: gymnasium.Space[Any]
     """Returns what the module returned; raises SpecError unless it is a tensor of this shape."""
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
         found = f"a tensor {tuple(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
-        raise SpecError(f"agent: the module must return a tensor {shape} or a distribution for {space}, got {found}")
+        hint = "; compute values and what else there is in the trainer" if isinstance(given, tuple) else ""
+        raise SpecError(
+            f"agent: the module must return a tensor {shape} or a distribution for {space}, got {found}{hint}"
+        )
     return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,8 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+
+logger = logging.getLogger("rlstructs")
 
 
 @set_module("rlstructs")
@@ -52,6 +55,7 @@ class RandomAgent(RL_Agent):
 
     #: It uses only the number of rows, and the mask, which it does not change.
     takes_views: ClassVar[bool] = True
+    _was_updated = False
 
     def __init__(self, action_space: gymnasium.Space[Any], mask: str | None = None) -> None:
         self._masked = None if mask is None else _MaskedDraws(action_space, mask)
@@ -79,7 +83,10 @@ class RandomAgent(RL_Agent):
         return DictTensor.trusted({key: draw(n) for key, draw in self._draws.items()}), state
 
     def update(self, info: Any) -> None:
-        """Does nothing: the agent does not learn."""
+        """Does nothing: the agent does not learn. The first time it says so in the log."""
+        if not self._was_updated:
+            self._was_updated = True
+            logger.warning("update: a RandomAgent does not learn; give the batcher the agent or network that does")
 
     def seed(self, seed: int) -> None:
         """Drops what was drawn before, so that the next actions come from the newly seeded global stream of torch."""

@@ -134,6 +134,14 @@ def test_an_output_of_another_shape_is_refused(space, row, message):
         act(Constant(row), space)
 
 
+def test_what_the_network_was_called_with_is_named():
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        act(torch.nn.Linear(9, 3), spaces.Discrete(3))
+    assert caught.value.__notes__ == ["the module of the agent was called with observations (2000, 3) float32"]
+    with pytest.raises(SpecError, match="got tuple; compute values and what else there is in the trainer"):
+        act(torch.nn.GRU(3, 3), spaces.Discrete(3))
+
+
 def test_what_is_no_network_or_no_supported_space_is_refused():
     with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got function"):
         ModuleAgent(lambda inputs: inputs, spaces.Discrete(2))

@@ -129,10 +129,14 @@ def test_the_global_stream_of_torch_decides():
     assert found[0] == found[2] != found[1]
 
 
-def test_it_has_no_state_and_ignores_updates():
+def test_it_has_no_state_and_says_once_that_it_ignores_updates(caplog):
     agent = RandomAgent(spaces.Discrete(2))
     assert agent.initial_state(DictTensor(), 3).empty()
-    agent.update({"weights": 1})
+    for _ in range(3):
+        agent.update({"weights": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "update: a RandomAgent does not learn; give the batcher the agent or network that does"
+    ]
     agent.seed(1)
     agent.close()
 

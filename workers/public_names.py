@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
@@ -26,7 +26,9 @@ def set_module(package: str) -> Callable[[C], C]:
     return decorate
 
 
-def export_lazily(package: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def export_lazily(
+    package: str, exports: Mapping[str, str], modules: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Makes the functions `__getattr__` and `__dir__` of a package.
 
     A package defines them `if not TYPE_CHECKING`: type checkers allow any name of a package that has a `__getattr__`.
@@ -34,17 +36,18 @@ def export_lazily(package: str, exports: Mapping[str, str]) -> tuple[Callable[[s
     Args:
         package: its name.
         exports: public name -> module that defines it, relative to the package.
+        modules: names of public modules of the package.
     """
 
     def get(name: str) -> Any:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{exports[name]}"), name)
 
     def list_names() -> list[str]:
         # A shell completes names by this. By default it would be what the package's own file has imported.
-        found = vars(sys.modules[package])
-        modules = [name for name in found if getattr(found[name], "__name__", "") == f"{package}.{name}"]
         return sorted({*exports, *modules})
 
     return get, list_names

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @set_module("rlstructs")
 class RL_Batcher(BatcherBase):
-    """Runs agents in environments, in worker processes, and hands out their trajectories.
+    """Runs agents in environments, in worker processes, and hands out their trajectories; `make` is the short form.
 
     Args:
         n_timesteps: T, the most steps that an environment takes in one rollout.
@@ -202,7 +202,9 @@ class RL_Batcher(BatcherBase):
         """
         from rlstructs.batcher.make import constructor_arguments  # imports gymnasium
 
-        arguments = constructor_arguments(env, agent, n_envs, n_workers, env_args, device, episode_seeds)
+        arguments = constructor_arguments(
+            cls, env, agent, n_envs, n_workers, env_args, device, episode_seeds, settings
+        )
         return cls(n_timesteps, seeds=seed, **arguments, **settings)
 
     def rollouts(self, n_steps: int | None = None) -> Iterator[Trajectories]:

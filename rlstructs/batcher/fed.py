@@ -93,7 +93,7 @@ class FedByWorkers:
         if not self._is_ahead:
             with self._storage.lock:  # after another thread has saved the memory
                 self._hide(self._storage.counters.shared)
-        self._reserve([self._supervisor.run_ahead + 1] * len(self._transport.blocks))
+        self._reserve(dict.fromkeys(range(len(self._transport.blocks)), self._supervisor.run_ahead + 1))
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Shows the rows of rollouts that are handed out."""
@@ -102,9 +102,9 @@ class FedByWorkers:
         for worker, order in orders.items():
             self._shown[HEAD][self._lanes_of(worker)] += self._count_rows(worker, order)
         records = self._supervisor.records
-        n_under_way = [len(record.orders) - (worker in orders) for worker, record in enumerate(records)]
+        n_under_way = {worker: len(record.orders) - (worker in orders) for worker, record in enumerate(records)}
         self._reserve(n_under_way)
-        if not any(n_under_way):  # both are the same now
+        if not any(n_under_way.values()):  # both are the same now
             self._storage.show(None)
 
     def restart(self, workers: Collection[int]) -> None:
@@ -117,7 +117,8 @@ class FedByWorkers:
             done = [self._count_rows(worker, order) for order in records[worker].orders if order.is_done]
             shared[HEAD][lanes] = self._shown[HEAD][lanes] + sum(done)
             self._lost[lanes] = shared[RESERVED][lanes]
-        self._reserve([len(record.orders) for record in records])
+        # Theirs alone: where `reset` drops rollouts, the records of the others say no longer what those overwrite.
+        self._reserve({worker: len(records[worker].orders) for worker in workers})
 
     def drop(self) -> None:
         """Takes back what was not handed out."""
@@ -136,7 +137,7 @@ class FedByWorkers:
                 batch = self._transport.make_batch({worker: order}, version_before, version_before)
                 add_batch(self.feed.writer.add_trajectories, self.feed.names, batch.read())
         self._hide(before)
-        self._reserve([len(each) for each in orders])
+        self._reserve({worker: len(each) for worker, each in enumerate(orders)})
 
     def _hide(self, counters: np.ndarray) -> None:
         """Has this process read by its own counters from here on, and no longer by those that workers write."""
@@ -155,14 +156,14 @@ class FedByWorkers:
         lengths = slots[order.number % len(slots)].lengths[block.start : block.stop]
         return lengths.sum() if self._has_one_lane else lengths
 
-    def _reserve(self, n_rollouts: list[int]) -> None:
-        """Hides the rows that so many rollouts of each worker may overwrite."""
-        n_timesteps, reserved = self._transport.layout.n_timesteps, self._shown[HEAD].copy()
-        for worker, n in enumerate(n_rollouts):
-            n_each = len(self._transport.blocks[worker]) if self._has_one_lane else 1
-            reserved[self._lanes_of(worker)] += n * n_timesteps * n_each
-        most = self._shown[HEAD] + self._storage.columns.capacity  # which hides all rows
-        self._shown[RESERVED] = np.minimum(np.maximum(reserved, self._lost), most)
+    def _reserve(self, n_rollouts: Mapping[int, int]) -> None:
+        """Hides the rows that so many rollouts of these workers may overwrite."""
+        heads, reserved, capacity = self._shown[HEAD], self._shown[RESERVED], self._storage.columns.capacity
+        for worker, n in n_rollouts.items():
+            lanes, n_each = self._lanes_of(worker), len(self._transport.blocks[worker]) if self._has_one_lane else 1
+            least = heads[lanes] + n * self._transport.layout.n_timesteps * n_each
+            # A capacity after the head hides all rows.
+            reserved[lanes] = np.minimum(np.maximum(least, self._lost[lanes]), heads[lanes] + capacity)
 
 
 class FedHere:

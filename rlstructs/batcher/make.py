@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -17,16 +19,20 @@ from rlstructs.rollout.makers import Makers
 from rlstructs.shared.module_state import copy_plain
 from workers.limits import n_cores
 
+# Arguments of the constructor that `make` sets, and from which of its own.
+SET = {"create_env": "env", "create_agent": "agent", "agent_args": "agent", "n_processes": "n_workers", "seeds": "seed"}
+
 
 def constructor_arguments(
-    env: Any, agent: Any, n_envs: int, n_workers: int | None, env_args: Mapping[str, Any] | None, device: Any,
-    episode_seeds: bool,
+    cls: type, env: Any, agent: Any, n_envs: int, n_workers: int | None, env_args: Mapping[str, Any] | None,
+    device: Any, episode_seeds: bool, settings: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments of the constructor that follow from those of `RL_Batcher.make`.
+    """The arguments of the constructor of `cls` that follow from those of its `make`.
 
     Raises:
         SpecError, TypeError: one of them is wrong; the message names it.
     """
+    _check_names(cls, settings)
     n_workers = _count_workers(check_count("n_envs", n_envs), n_workers)
     if isinstance(agent, torch.nn.Module) and not isinstance(agent, RL_Agent):
         agent = copy_plain(agent)  # a wrapped or parametrised module cannot be sent to a worker
@@ -42,6 +48,18 @@ def constructor_arguments(
         "n_processes": n_workers,
         "device": device,
     }
+
+
+def _check_names(cls: Any, settings: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument that neither `make` nor the constructor has, or that `make` sets itself."""
+    own, more = (list(inspect.signature(each).parameters) for each in (cls.make, cls))
+    for name in settings:
+        if name in SET:
+            raise TypeError(f"{cls.__name__}.make() has {SET[name]}= in the place of {name}=")
+        if name not in more:
+            close = difflib.get_close_matches(name, {*own, *more} - {*SET, "settings"}, 1)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{cls.__name__}.make() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _count_workers(n_envs: int, n_workers: int | None) -> int:

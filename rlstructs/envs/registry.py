@@ -64,5 +64,6 @@ def env_factory(env: Any, arguments: Mapping[str, Any] | None) -> Callable[..., 
     if isinstance(env, EnvSpec):
         return partial(gymnasium.make, env, **more)
     if not callable(env):
-        raise TypeError(f"env must be an id of gymnasium's registry or a function, got {type(env).__name__}")
+        hint = "; give a function that makes it" if hasattr(env, "reset") else ""
+        raise TypeError(f"env must be an id of gymnasium's registry or a function, got {type(env).__name__}{hint}")
     return partial(env, **more) if more else env

@@ -83,6 +83,16 @@ class Trajectories(Structure):
     def _content(self) -> dict[str, Any]:
         return {"info": self.info._content(), "trajectories": self.trajectories._content()}
 
+    __iter__ = None  # by `__getitem__` Python would try 0, 1, and so on
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The steps of a key, (B, T, ...): the same as `trajectories[name]`.
+
+        Raises:
+            MissingKeyError: there is no such key.
+        """
+        return self.trajectories[name]
+
     def items(self) -> list[tuple[str, DictTensor | TemporalDictTensor]]:
         """The two parts with their names."""
         return [("info", self.info), ("trajectories", self.trajectories)]

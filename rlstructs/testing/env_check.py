@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +35,9 @@ from rlstructs.testing.env_source import EnvSource, close, env_source
 from rlstructs.testing.final_observations import FinalObservations
 from rlstructs.testing.separate_streams import check_separate_streams
 from rlstructs.testing.space_check import check_declared
+
+# What `transitions` and `add_trajectories` read from observations.
+STEP_KEYS = ("reward", "terminated", "truncated")
 
 Act = Callable[[DictTensor], DictTensor]
 Stream = list[tuple[str, DictTensor]]
@@ -94,6 +98,12 @@ def check_env(
 def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> None:
     """Compares runs with the same seed, and with another one."""
     first, _ = run.stream(source, seed)
+    if missing := [key for key in STEP_KEYS if key not in first[0][1].keys()]:  # noqa: SIM118 - a DictTensor
+        warnings.warn(
+            f"{source.name}: its observations lack {', '.join(map(repr, missing))}, which `transitions` and "
+            "`add_trajectories` need",
+            stacklevel=3,
+        )
     if not source.can_repeat:
         return
     if source.is_new or not (source.is_kept or run.keeps_state):

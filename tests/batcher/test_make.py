@@ -104,11 +104,16 @@ def test_workers_share_the_environments_evenly():
         ({"env": CARTPOLE, "agent": torch.nn.Linear(4, 3)}, SpecError, r"must return a tensor \(.*, 2\) or a dist"),
         ({"env": lambda: many(3, 0)}, SpecError, "it made 3 environments for a worker that needs 4"),
         ({"env": lambda seed: None}, TypeError, "must return"),
+        ({"env": many(2, 0)}, TypeError, "a function, got .*; give a function that makes it"),
+        ({"n_env": 8}, TypeError, r"RL_Batcher\.make\(\) got .* argument 'n_env'\. Did you mean 'n_envs'\?"),
+        ({"timout": 8}, TypeError, r"'timout'\. Did you mean 'timeout'\?"),
+        ({"seeds": 8}, TypeError, r"RL_Batcher\.make\(\) has seed= in the place of seeds="),
+        ({"n_processes": 8}, TypeError, "has n_workers= in the place of n_processes="),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, error, message):
     with pytest.raises(error, match=message):
-        RL_Batcher.make(**{"n_envs": 4, "n_workers": 1, "n_timesteps": 2, **arguments})
+        RL_Batcher.make(**{"env": CARTPOLE, "n_envs": 4, "n_workers": 1, "n_timesteps": 2, **arguments})
 
 
 def test_rollouts_end_with_the_steps_and_go_on_where_they_stopped():

@@ -638,6 +638,12 @@ def test_a_pipe_that_nobody_reads_ends_it_silently(start, subprocess_env, unbuff
     assert process.wait(LIMIT) == 141
 
 
+def test_the_package_can_be_run_as_the_command(subprocess_env):
+    command = [sys.executable, "-m", "rlstructs", "--version"]
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("rlstructs 0.")
+
+
 def test_info_system_names_versions_and_imports_none_of_them(subprocess_env):
     program = """
 import sys

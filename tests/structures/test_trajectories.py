@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlstructs import DictTensor, SpecError, TemporalDictTensor, Trajectories
+from rlstructs import DictTensor, MissingKeyError, SpecError, TemporalDictTensor, Trajectories
 
 
 def make(n_elems=3, n_timesteps=4, start=0):
@@ -57,6 +57,12 @@ def test_it_reads_through_to_its_parts(t):
     assert t.mask(torch.bool).dtype == torch.bool
     assert [(name, part is getattr(t, name)) for name, part in t.items()] == [("info", True), ("trajectories", True)]
     assert [id(part) for part in t.values()] == [id(t.info), id(t.trajectories)]
+    [name, *_] = t.trajectories.keys()
+    assert t[name] is t.trajectories[name]
+    with pytest.raises(MissingKeyError, match="nothing"):
+        t["nothing"]
+    with pytest.raises(TypeError, match="not iterable"):
+        list(t)
 
 
 def test_repr_shows_both_parts(t):

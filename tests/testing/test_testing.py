@@ -66,6 +66,23 @@ SEEN = DictTensor({"frame": FRAME, "initial_state": torch.tensor([True, False, T
 # --- check_env ---------------------------------------------------------------------------------------
 
 
+def test_what_returns_and_episodes_need_is_missed():
+    class WithoutFlags(Walk):
+        def reset(self, *arguments, **settings):
+            observation, running = super().reset(*arguments, **settings)
+            return without_flags(observation), running
+
+        def step(self, *arguments, **settings):
+            (last, ran), (observation, running) = super().step(*arguments, **settings)
+            return (without_flags(last), ran), (without_flags(observation), running)
+
+    def without_flags(observation):
+        return DictTensor({k: v for k, v in observation.items() if k not in ("reward", "truncated")})
+
+    with pytest.warns(UserWarning, match="observations lack 'reward', 'truncated', which `transitions` and"):
+        check_env(WithoutFlags)
+
+
 def test_good_environments_pass():
     check_env(Walk)
     check_env(Ending)
