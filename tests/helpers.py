@@ -69,8 +69,9 @@ SPACING = 100  # between the seeds of two workers
 
 
 def create_counts(table, seed, autoreset=False):
-    """A `GymEnv` or `GymEnvInf` of `Count`s, their lengths being the worker's row of `table`."""
-    return (GymEnvInf if autoreset else GymEnv)([Count(length) for length in table[seed // SPACING]], seed)
+    """A `GymEnv` or `GymEnvInf` of `Count`s, their lengths being the worker's row of `table`; a successor's is any."""
+    lengths = table[seed // SPACING % len(table)]
+    return (GymEnvInf if autoreset else GymEnv)([Count(length) for length in lengths], seed)
 
 
 def count_batcher(table, n_timesteps, autoreset=False, n_processes=None, **arguments):

@@ -23,7 +23,7 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.ring import Ring
+from rlstructs.replay.ring import HEAD, Ring
 from rlstructs.rollout.feeding import Feed
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 from rlstructs.testing.faulty_env import checksum_of
@@ -152,17 +152,26 @@ def test_what_is_drawn_does_not_depend_on_how_far_workers_are(cls, run_ahead):
             np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("drop", ["reset", "feed", "close"])
+@pytest.mark.parametrize("drop", ["reset", "reset after a kill", "feed", "close"])
 def test_what_was_not_handed_out_is_not_in_the_memory_and_later_rollouts_follow(drop):
     fed, other = memory_of(size=5 * T), memory_of(size=5 * T)
-    with count_batcher(LENGTHS, T, autoreset=True, memory=fed, run_ahead=1) as batcher:
+    is_reset = drop.startswith("reset")
+    with count_batcher(
+        LENGTHS, T, autoreset=True, memory=fed, run_ahead=1, on_worker_failure="restart"
+    ) as batcher:
         batcher.reset()
-        for n_rollouts in (3, 2) if drop == "reset" else (4,):
+        for n_rollouts in (5, 2) if is_reset else (4,):
             for _ in range(n_rollouts):
                 batcher.execute()
                 other.add_trajectories(batcher.get()[0])
-            if drop == "reset":
+            if is_reset:
                 batcher.execute()
+                if drop != "reset":
+                    while not all(fed._storage.counters.shared[HEAD] >= (n_rollouts + 1) * T):
+                        os.sched_yield()
+                    pid = batcher.stats()["workers"][0]["pid"]
+                    os.kill(pid, signal.SIGKILL)
+                    wait_until_gone([pid])
                 batcher.reset()
         if drop == "feed":
             batcher.feed(None)
