@@ -36,6 +36,9 @@ class BatcherBase:
         """Number of environments over all workers, N = W * E."""
         return self._engine.n_elems
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.n_elems()} environments: {self._life.phase.value}>"
+
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first one takes it."""

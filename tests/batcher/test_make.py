@@ -86,6 +86,8 @@ def test_arguments_reach_the_environments_and_the_batcher():
 def test_workers_share_the_environments_evenly():
     with RL_Batcher.make(CARTPOLE, n_envs=6, n_workers=3, n_timesteps=2) as batcher:
         assert (batcher.n_elems(), len(batcher.stats()["workers"])) == (6, 3)
+        assert repr(batcher) == "<RL_Batcher of 6 environments: there was no reset>"
+    assert repr(batcher) == "<RL_Batcher of 6 environments: closed>"
     with RL_Batcher.make(CARTPOLE, n_envs=5, n_timesteps=2) as batcher:
         assert 5 % len(batcher.stats()["workers"]) == 0
     with pytest.raises(SpecError, match="n_envs must be a multiple of n_workers, got 5 environments for 2 workers"):
