@@ -83,8 +83,8 @@ class RandomAgent(RL_Agent):
         return DictTensor.trusted({key: draw(n) for key, draw in self._draws.items()}), state
 
     def update(self, info: Any) -> None:
-        """Does nothing: the agent does not learn. The first time it says so in the log."""
-        if not self._was_updated:
+        """Does nothing: the agent does not learn. The first time that it gets weights it says so in the log."""
+        if info is not None and not self._was_updated:
             self._was_updated = True
             logger.warning("update: a RandomAgent does not learn; give the batcher the agent or network that does")
 

@@ -132,8 +132,8 @@ def test_the_global_stream_of_torch_decides():
 def test_it_has_no_state_and_says_once_that_it_ignores_updates(caplog):
     agent = RandomAgent(spaces.Discrete(2))
     assert agent.initial_state(DictTensor(), 3).empty()
-    for _ in range(3):
-        agent.update({"weights": 1})
+    for weights in (None, {"weights": 1}, {"weights": 2}):
+        agent.update(weights)
     assert [record.getMessage() for record in caplog.records] == [
         "update: a RandomAgent does not learn; give the batcher the agent or network that does"
     ]
