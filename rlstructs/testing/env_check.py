@@ -36,8 +36,8 @@ from rlstructs.testing.final_observations import FinalObservations
 from rlstructs.testing.separate_streams import check_separate_streams
 from rlstructs.testing.space_check import check_declared
 
-# What `transitions` and `add_trajectories` read from observations.
-STEP_KEYS = ("reward", "terminated", "truncated")
+# What `episodes` and `evaluate` read from observations.
+STEP_KEYS = ("reward", "done")
 
 Act = Callable[[DictTensor], DictTensor]
 Stream = list[tuple[str, DictTensor]]
@@ -100,8 +100,7 @@ def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> 
     first, _ = run.stream(source, seed)
     if missing := [key for key in STEP_KEYS if key not in first[0][1].keys()]:  # noqa: SIM118 - a DictTensor
         warnings.warn(
-            f"{source.name}: its observations lack {', '.join(map(repr, missing))}, which `transitions` and "
-            "`add_trajectories` need",
+            f"{source.name}: its observations lack {', '.join(map(repr, missing))}, which `episodes` and `evaluate` need",
             stacklevel=3,
         )
     if not source.can_repeat:

@@ -77,9 +77,9 @@ def test_what_returns_and_episodes_need_is_missed():
             return (without_flags(last), ran), (without_flags(observation), running)
 
     def without_flags(observation):
-        return DictTensor({k: v for k, v in observation.items() if k not in ("reward", "truncated")})
+        return DictTensor({k: v for k, v in observation.items() if k not in ("reward", "done")})
 
-    with pytest.warns(UserWarning, match="observations lack 'reward', 'truncated', which `transitions` and"):
+    with pytest.warns(UserWarning, match="observations lack 'reward', 'done', which `episodes` and `evaluate` need"):
         check_env(WithoutFlags)
 
 
