@@ -100,7 +100,8 @@ def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> 
     first, _ = run.stream(source, seed)
     if missing := [key for key in STEP_KEYS if key not in first[0][1].keys()]:  # noqa: SIM118 - a DictTensor
         warnings.warn(
-            f"{source.name}: its observations lack {', '.join(map(repr, missing))}, which `episodes` and `evaluate` need",
+            f"{source.name}: its observations lack {', '.join(map(repr, missing))}, "
+            "which `episodes` and `evaluate` need",
             stacklevel=3,
         )
     if not source.can_repeat:
