@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlstructs.checkpoints.folder import CheckpointFolder, step_of
-from rlstructs.checkpoints.manifest import read_manifest, write_manifest
+from rlstructs.checkpoints.manifest import read_identity, read_manifest, write_manifest
 from rlstructs.checkpoints.preemption import Preemption
 from rlstructs.checks import check_count
 from rlstructs.errors import FileError, SpecError, StateError
 from rlstructs.public_names import set_module
 
 if TYPE_CHECKING:
-    from rlstructs.checkpoints.parts import Part
+    from rlstructs.checkpoints.parts import Part, Restore
 
 logger = logging.getLogger("rlstructs")
 
@@ -33,8 +33,7 @@ class Checkpoint:
     environments are pickled: restore a checkpoint only from someone whom you trust.
 
     Args:
-        folder: where checkpoints are; it is made with the first one. None, or "", saves and restores
-            nothing.
+        folder: where checkpoints are; it is made with the first one. None, or "", saves and restores nothing.
         batcher: an `RL_Batcher` or `RayBatcher`; its state is an exact one.
         memory: a memory of `rlstructs.memories`, a buffer of `rlstructs.replay`, or a `RayReplay`.
         model: a network, or anything else with `state_dict` and `load_state_dict`.
@@ -42,8 +41,8 @@ class Checkpoint:
         rng: whether the states of the global random generators of torch, numpy and Python belong to it.
         extra: what else the training has to remember: a dict, whose values are saved as they are then, and put back
             into this same dict; or an object with `state_dict` and `load_state_dict`. Values of a dict are such
-            objects, tensors, arrays, numbers, texts, or dicts, lists and tuples of these. A key of `jax.random`
-            belongs here.
+            objects, tensors, arrays, numbers, texts, or dicts, lists, tuples, sets and deques of these. A key of
+            `jax.random` belongs here, and the state of a generator of your own.
         keep: how many checkpoints remain, the newest ones.
         exact: True, "best" or False; see `RL_Batcher.state_dict`.
 
@@ -73,10 +72,10 @@ class Checkpoint:
         self._keep = check_count("keep", keep)
         if exact not in (True, False, "best"):
             raise SpecError(f"exact must be True, False or 'best', got {exact!r}")
-        given = {"memory": memory, "model": model, "optimizer": optimizer, "batcher": batcher}
+        given = {"model": model, "optimizer": optimizer, "memory": memory, "batcher": batcher}
         self._parts = _make_parts(given, extra, rng, exact)
-        self._folder = CheckpointFolder(Path(folder)) if folder else None
-        self._newest: Path | None = None  # what was saved or restored last
+        self._folder = CheckpointFolder(Path(folder).absolute()) if folder else None
+        self._newest: tuple[Path, bytes] | None = None  # what was saved or restored last, and its identity
         self._last_time = time.monotonic()
         self._preemption = Preemption()
 
@@ -99,44 +98,47 @@ class Checkpoint:
                 `restore` was not called; or a rollout is under way or leased.
             SpecError: a part holds what a checkpoint cannot hold; the message names it.
             OSError: the folder cannot be written to, and the last checkpoint remains; or an old checkpoint cannot be
-                deleted, and the new one counts.
+                deleted, and the new one counts. The next save tries to delete it again.
         """
         step = check_count("step", step, 0)
         if self._folder is None:
             return
         is_new = self._folder.lock()
         try:
-            self._check_next(self._folder, step)
+            before = self._find_before(self._folder, step)
         except BaseException:
             if is_new:
                 self._folder.unlock()
             raise
-        self._folder.clean()
+        self._folder.clean()  # what cannot be deleted is an error once the new checkpoint counts
         new = self._folder.begin(step)
         # Batchers first: what workers collect ahead is then complete, in memories too.
         parts = sorted(self._parts, key=lambda part: not part.label.startswith("batcher"))
-        entries = {part.label: part.save(new, self._newest) for part in parts}
+        entries = {part.label: part.save(new, before) for part in parts}
         write_manifest(new, step, entries)
-        self._newest = self._folder.publish(new)
+        identity = read_identity(new)
+        self._newest = self._folder.publish(new), identity
         for part in self._parts:
             part.note()
         self._last_time = time.monotonic()
         # Last: the new checkpoint counts even if an old one cannot be deleted.
         self._folder.drop_old(self._keep)
 
-    def _check_next(self, folder: CheckpointFolder, step: int) -> None:
+    def _find_before(self, folder: CheckpointFolder, step: int) -> Path | None:
+        """The checkpoint that the next one follows, whose files it may share; None if the folder has none."""
         latest = folder.find_latest()
         if latest is None:
-            return
+            return None
         if self._newest is None:
             raise StateError(
                 f"save: {folder.path} holds a checkpoint of step {step_of(latest)} of an earlier run; call restore() "
                 "first to go on with it, or give another folder"
             )
-        if latest != self._newest:
+        if (latest, read_identity(latest)) != self._newest:
             raise StateError(f"save: another program has saved step {step_of(latest)} to {folder.path} meanwhile")
         if step < step_of(latest):
             raise SpecError(f"save: step {step} comes before that of the last checkpoint, {step_of(latest)}")
+        return latest
 
     def save_if_due(self, step: int, every: float = 60.0) -> bool:
         """Saves the training if it is time to, or if `preemption` has noted a signal; the latter ends the program.
@@ -170,7 +172,8 @@ class Checkpoint:
 
         Raises:
             FileError, FileNotFoundError: the checkpoint is damaged, lacks a part, or is one of other parts: of another
-                network, batcher, or size of a memory. The message names the file, and nothing has changed.
+                network, batcher, or size of a memory; or an object refuses its state. The message names the file, and
+                nothing has changed.
             StateError: a rollout is under way or leased, or workers write to a memory; nothing has changed.
         """
         if self._folder is None:
@@ -184,6 +187,7 @@ class Checkpoint:
         return None
 
     def _restore(self, latest: Path) -> int:
+        identity = read_identity(latest)
         step, entries = read_manifest(latest)
         with contextlib.ExitStack() as held:
             restores = []
@@ -191,9 +195,8 @@ class Checkpoint:
                 if part.label not in entries:
                     raise FileError(f"{latest}: has no {part.label}, it has {sorted(entries)}")
                 restores.append(part.plan(latest, entries[part.label], held))
-            for restore in restores:
-                restore()
-        self._newest, self._last_time = latest, time.monotonic()
+            _restore_all(self._parts, restores)
+        self._newest, self._last_time = (latest, identity), time.monotonic()
         for part in self._parts:
             part.note()
         return step
@@ -250,6 +253,24 @@ def _make_parts(given: Mapping[str, Any], extra: Any, rng: bool, exact: bool | s
         found.append(parts.ExtraPart("extra", extra))
     elif extra is not None:
         found.append(parts.StatePart("extra", extra))
+    # Those that can be put back come before those that cannot.
+    found.sort(key=lambda part: part.label.startswith(("memory", "batcher")))
     if rng:
         found.append(parts.RandomPart("random"))
     return found
+
+
+def _restore_all(parts: Sequence[Part], restores: Sequence[Restore]) -> None:
+    """Restores parts; if one raises, it and those before it are put back."""
+    backups: list[tuple[str, Restore]] = []
+    try:
+        for part, restore in zip(parts, restores, strict=True):
+            backups.append((part.label, part.back_up()))
+            restore()
+    except Exception:
+        for label, put_back in reversed(backups):
+            try:
+                put_back()
+            except Exception:
+                logger.warning("%s refuses the state that it had before", label, exc_info=True)
+        raise

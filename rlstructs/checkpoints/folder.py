@@ -1,7 +1,7 @@
 """The folder of checkpoints: what its files are called, and how it goes from one whole state to the next.
 
     step_000000010000/        a checkpoint, complete by itself
-    step_000000020000/
+    step_000000020000_2/      the second one of its step, which replaces the first
     latest                    the name of the newest one
     lock                      held by the process that saves
 
@@ -28,7 +28,7 @@ from rlstructs.files.layout import replace_file
 from rlstructs.files.opening import read_bytes
 
 LATEST, LOCK = "latest", "lock"
-# A checkpoint; its step; and one that replaces another of the same step.
+# A checkpoint: its step, and its number if it is not the first one of that step.
 NAME = re.compile(r"step_(\d{12,})(?:_(\d+))?")
 NEW, OLD = ".new", ".old"
 # The file of a checkpoint that says what is in it.
@@ -51,7 +51,8 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._release: Callable[[], object] | None = None  # the lock
+        self._held: tuple[int, int] | None = None  # the open lock file, and the process that holds it
+        self._release: Callable[[], object] | None = None
         self._check()
 
     def _check(self) -> None:
@@ -97,50 +98,69 @@ class CheckpointFolder:
         Raises:
             StateError: another one does.
         """
-        if self._release is not None:
+        if self._has_lock():
             return False
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        release = weakref.finalize(self, _release_lock, file, os.getpid())
+        self.unlock()
         deadline = time.monotonic() + LOCK_DELAY
         while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Opened anew each time: the folder may be deleted meanwhile.
+            file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            release = weakref.finalize(self, _release_lock, file, os.getpid())
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(LOCK_POLL)
-                    continue
                 holder = os.read(file, 200).decode(errors="replace").strip() or "another program"
                 release()
-                raise StateError(f"{self.path}: {holder} saves to this folder; give each training its own") from None
+                if time.monotonic() >= deadline:
+                    raise StateError(
+                        f"{self.path}: {holder} saves to this folder; give each training its own"
+                    ) from None
+                time.sleep(LOCK_POLL)
             except OSError:  # the file system has no locks
                 break
-        self._release = release
+        self._held, self._release = (file, os.getpid()), release
         with contextlib.suppress(OSError):  # a full disk: the lock is held without its text
             os.ftruncate(file, 0)
             os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         return True
 
+    def _has_lock(self) -> bool:
+        """Whether this process holds the lock file that is there now.
+
+        A forked child has the file of its parent, and a deleted folder takes its lock file along.
+        """
+        if self._held is None:
+            return False
+        file, owner = self._held
+        try:
+            return owner == os.getpid() and os.path.samestat(os.fstat(file), os.stat(self.path / LOCK))
+        except FileNotFoundError:
+            return False
+
     def unlock(self) -> None:
         """Lets other processes save. Idempotent."""
         if self._release is not None:
             self._release()
-            self._release = None
+            self._held = self._release = None
 
-    def clean(self) -> None:
-        """Deletes what interrupted saves have left."""
+    def clean(self) -> list[OSError]:
+        """Deletes what interrupted saves have left.
+
+        Returns:
+            The errors of what cannot be deleted.
+        """
         kept = {entry.name for entry in self.find_all()}
-        for entry in self.path.iterdir():
-            if _is_ours(entry.name) and entry.name not in (LATEST, LOCK) and entry.name not in kept:
-                _delete(entry)
+        ours = (entry for entry in self.path.iterdir() if _is_ours(entry.name) and entry.name not in (LATEST, LOCK))
+        return _delete_all(entry for entry in ours if entry.name not in kept)
 
     def begin(self, step: int) -> Path:
         """Makes a folder to write a checkpoint to."""
-        name, turn = f"step_{step:012}", 1
-        while (self.path / (full := name if turn == 1 else f"{name}_{turn}")).exists():
-            turn += 1
-        new = self.path / f"{full}{NEW}"
+        # Behind all others of its step, so that the newest one is always the last by its name.
+        stems = (NAME.fullmatch(_stem(entry.name)) for entry in self.path.iterdir())
+        turn = 1 + max((int(match[2] or 1) for match in stems if match and int(match[1]) == step), default=0)
+        new = self.path / f"step_{step:012}{f'_{turn}' if turn > 1 else ''}{NEW}"
         new.mkdir()
         return new
 
@@ -156,13 +176,19 @@ class CheckpointFolder:
         return path
 
     def drop_old(self, keep: int) -> None:
-        """Deletes all but the newest `keep` checkpoints, and those that another one of the same step has replaced."""
+        """Deletes all but the newest `keep` checkpoints, and what else is of no use.
+
+        Of several of the same step, the last one has replaced the others.
+
+        Raises:
+            OSError: something cannot be deleted; everything else is.
+        """
         found = self.find_all()
         newest = {step_of(entry): entry for entry in found}  # the last one of each step
         kept = list(newest.values())[-keep:]
-        for entry in found:
-            if entry not in kept:
-                _delete(entry)
+        errors = _delete_all(entry for entry in found if entry not in kept) + self.clean()
+        if errors:
+            raise errors[0]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -186,13 +212,26 @@ def _release_lock(file: int, owner: int) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    stem = name.removesuffix(NEW).removesuffix(OLD)
-    return name in (LATEST, LOCK) or NAME.fullmatch(stem) is not None or name.startswith(f".{LATEST}.")
+    return name in (LATEST, LOCK) or NAME.fullmatch(_stem(name)) is not None or name.startswith(f".{LATEST}.")
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(NEW).removesuffix(OLD)
+
+
+def _delete_all(entries: Iterable[Path]) -> list[OSError]:
+    """Deletes checkpoints and what is left of some; returns the errors of those that cannot be deleted."""
+    errors = []
+    for entry in entries:
+        try:
+            _delete(entry)
+        except OSError as error:
+            errors.append(error)
+    return errors
 
 
 def _delete(entry: Path) -> None:
-    """Deletes a checkpoint or what is left of one."""
-    if not entry.is_dir():
+    if entry.is_symlink() or not entry.is_dir():  # a checkpoint that was moved elsewhere stays there
         entry.unlink(missing_ok=True)
         return
     if NAME.fullmatch(entry.name):  # no checkpoint is ever seen that lacks files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +26,18 @@ def write_manifest(folder: Path, step: int, parts: Mapping[str, Any]) -> None:
         step: its step.
         parts: label -> what `Part.save` returned.
     """
-    text = json.dumps({"format": FORMAT, "version": VERSION, "step": step, "parts": parts})
+    known = {"format": FORMAT, "version": VERSION, "id": secrets.token_hex(16), "step": step, "parts": parts}
+    text = json.dumps(known)
     (folder / MANIFEST).write_text(json.dumps({"checksum": zlib.crc32(text.encode()), "manifest": text}))
+
+
+def read_identity(folder: Path) -> bytes:
+    """Reads the bytes of a manifest, whose random id no other checkpoint has.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+    """
+    return read_bytes(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:

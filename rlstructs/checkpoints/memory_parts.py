@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlstructs.checkpoints.parts import Entry, Restore
+from rlstructs.checkpoints.parts import Entry, Part, Restore
 from rlstructs.checks import clean_text
 from rlstructs.distributed.replay import RayReplay
 from rlstructs.errors import FileError, OutOfMemoryError
@@ -33,7 +33,7 @@ class Segmenting(Protocol):
         """Checks the contents, and returns a function that restores them; raises anything if they do not fit."""
 
 
-class MemoryPart:
+class MemoryPart(Part):
     """A memory of `rlstructs.memories`, or a buffer of `rlstructs.replay`.
 
     Args:
@@ -42,7 +42,8 @@ class MemoryPart:
     """
 
     def __init__(self, label: str, memory: Memory | Buffer) -> None:
-        self.label, self._memory = label, memory
+        super().__init__(label)
+        self._memory = memory
         self._segmenting: Segmenting = memory_segmenting if isinstance(memory, Memory) else buffer_segmenting
         self._marks: Marks = {}  # of the newest checkpoint
         self._next: Marks = {}  # of the one that is being written
@@ -82,7 +83,7 @@ class MemoryPart:
         self._marks = self._next
 
 
-class RayReplayPart:
+class RayReplayPart(Part):
     """A `RayReplay`, whose shards send their files.
 
     Args:
@@ -91,7 +92,8 @@ class RayReplayPart:
     """
 
     def __init__(self, label: str, memory: RayReplay) -> None:
-        self.label, self._memory = label, memory
+        super().__init__(label)
+        self._memory = memory
 
     @property
     def _folder(self) -> str:
@@ -103,9 +105,6 @@ class RayReplayPart:
 
     def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
         return self._memory._plan_load(folder / self._folder, held)
-
-    def note(self) -> None:
-        """Nothing is shared with the next checkpoint."""
 
 
 def make_memory_part(label: str, memory: Any) -> MemoryPart | RayReplayPart:

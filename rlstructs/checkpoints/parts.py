@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import zlib
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,35 +18,48 @@ from rlstructs.batcher.base import BatcherBase
 from rlstructs.checkpoints.random_states import collect_states, plan_states
 from rlstructs.checkpoints.trees import load_tree, save_tree
 from rlstructs.checks import clean_text
-from rlstructs.errors import FileError, SpecError, StateError
+from rlstructs.errors import FileError, OutOfMemoryError, SpecError, StateError, WorkerError
 from rlstructs.files.opening import read_bytes
 
 Restore = Callable[[], None]
 # What the manifest says of a part.
 Entry = dict[str, Any]
+# Settings that an optimizer has or lacks by its algorithm, whatever the version of torch. Schedulers add none of these.
+SETTINGS = {
+    "alpha", "beta2_decay", "betas", "etas", "history_size", "lambd", "lr_decay", "momentum", "momentum_decay",
+    "ns_steps", "rho",
+}  # fmt: skip
+# What torch's optimizers keep for each parameter in its shape.
+LIKE_PARAMETERS = {
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum",
+}  # fmt: skip
 
 
-class Part(Protocol):
+class Part(ABC):
     """A part of a checkpoint.
 
-    Attributes:
+    Args:
         label: what it is called in messages and in the manifest.
     """
 
-    label: str
+    def __init__(self, label: str) -> None:
+        self.label = label
 
+    @abstractmethod
     def save(self, folder: Path, before: Path | None) -> Entry:
         """Writes the part.
 
         Args:
             folder: of the new checkpoint.
-            before: the checkpoint that this object saved or restored last.
+            before: the checkpoint that this object saved or restored last; None if it is gone.
 
         Raises:
             SpecError: a checkpoint cannot hold it.
             StateError: it cannot be saved now.
         """
 
+    @abstractmethod
     def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
         """Checks the part in a checkpoint, and returns a function that restores it.
 
@@ -57,15 +73,19 @@ class Part(Protocol):
             StateError: it cannot be restored now.
         """
 
-    def note(self) -> None:
+    def back_up(self) -> Restore:
+        """Takes the state of now, and returns a function that puts it back.
+
+        Memories and batchers have none, as they are restored after the parts whose own code may refuse a state.
+        """
+        return lambda: None
+
+    def note(self) -> None:  # noqa: B027, only parts that share files with the next checkpoint need it
         """Notes that what was saved or restored last is the newest checkpoint."""
 
 
-class TreePart:
+class TreePart(Part):
     """A part that is one tree in one file; the base class of those."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
 
     @property
     def _file(self) -> str:
@@ -82,19 +102,14 @@ class TreePart:
         data = read_bytes(path)
         if entry != {"file": self._file, "bytes": len(data), "checksum": zlib.crc32(data)}:
             raise FileError(f"{path}: damaged: its checksum is wrong")
-        try:
-            return self._plan(load_tree(path))
-        except FileError as error:
-            if str(path) in str(error):
-                raise
-            raise FileError(f"{path}: {error}") from error
-        except StateError:  # it is this program that cannot take it now
-            raise
-        except Exception as error:  # a tree of another program may be anything
-            raise FileError(f"{path}: does not fit: {clean_text(error)}") from error
+        with _name_errors(path):
+            restore = self._plan(load_tree(path))
 
-    def note(self) -> None:
-        """Nothing is shared with the next checkpoint."""
+        def restore_with_names() -> None:
+            with _name_errors(path):
+                restore()
+
+        return restore_with_names
 
     def _collect(self) -> Any:
         raise NotImplementedError
@@ -108,18 +123,22 @@ class StatePart(TreePart):
 
     def __init__(self, label: str, owner: Any) -> None:
         super().__init__(label)
-        check_stateful(label, owner)
+        if not is_stateful(owner):
+            raise TypeError(f"{label} must have state_dict and load_state_dict, got a {type(owner).__name__}")
         self._owner = owner
 
     def _collect(self) -> Any:
         return self._owner.state_dict()
 
     def _plan(self, tree: Any) -> Restore:
-        check_fits(self.label, self._owner, tree)
-        return lambda: self._owner.load_state_dict(tree)
+        _check_fits(self.label, self._owner, tree)
+        return lambda: _load(self.label, self._owner, tree)
+
+    def back_up(self) -> Restore:
+        return _back_up(self._owner)
 
 
-class BatcherPart(StatePart):
+class BatcherPart(TreePart):
     """A batcher.
 
     Args:
@@ -129,8 +148,8 @@ class BatcherPart(StatePart):
     def __init__(self, label: str, owner: Any, exact: bool | str) -> None:
         if not isinstance(owner, BatcherBase):
             raise TypeError(f"{label} must be an RL_Batcher or RayBatcher, got a {type(owner).__name__}")
-        super().__init__(label, owner)
-        self._exact = exact
+        super().__init__(label)
+        self._owner, self._exact = owner, exact
 
     def _collect(self) -> Any:
         saving.check_between_rollouts(self._owner._life, self._owner._delivery, "save")
@@ -155,17 +174,29 @@ class ExtraPart(TreePart):
             raise FileError(f"{self.label} has no {missing}, it has {sorted(map(str, tree))}")
         for key, value in self._values.items():
             if is_stateful(value):
-                check_fits(f"{self.label}[{key!r}]", value, tree[key])
+                _check_fits(f"{self.label}[{key!r}]", value, tree[key])
 
         def restore() -> None:
             for key, value in tree.items():
                 own: Any = self._values.get(key)
                 if is_stateful(own):
-                    own.load_state_dict(value)
+                    _load(f"{self.label}[{key!r}]", own, value)
                 else:
                     self._values[key] = value
 
         return restore
+
+    def back_up(self) -> Restore:
+        before = dict(self._values)
+        put_back = [_back_up(value) for value in before.values() if is_stateful(value)]
+
+        def put_all_back() -> None:
+            self._values.clear()
+            self._values.update(before)
+            for each in put_back:
+                each()
+
+        return put_all_back
 
 
 class RandomPart(TreePart):
@@ -177,37 +208,92 @@ class RandomPart(TreePart):
     def _plan(self, tree: Any) -> Restore:
         return plan_states(tree)
 
+    def back_up(self) -> Restore:
+        return plan_states(collect_states())
+
+
+@contextlib.contextmanager
+def _name_errors(path: Path) -> Iterator[None]:
+    """Turns errors of a tree that does not fit into FileErrors that name its file."""
+    try:
+        yield
+    except FileError as error:
+        if str(path) in str(error):
+            raise
+        raise FileError(f"{path}: {error}") from (error.__cause__ or error)
+    except (StateError, WorkerError, OutOfMemoryError):  # it is not the file that is wrong
+        raise
+    except Exception as error:  # a tree of another program may be anything
+        raise FileError(f"{path}: does not fit: {clean_text(error)}") from error
+
+
+def _load(name: str, owner: Any, state: Any) -> None:
+    try:
+        owner.load_state_dict(state)
+    except Exception as error:
+        raise FileError(f"{name} refuses its state: {type(error).__name__}: {clean_text(error)}") from error
+
+
+def _back_up(owner: Any) -> Restore:
+    state = copy.deepcopy(owner.state_dict())
+    return lambda: owner.load_state_dict(state)
+
 
 def is_stateful(value: Any) -> bool:
     """Whether an object has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def check_stateful(label: str, owner: Any) -> None:
-    """Raises TypeError unless an object has `state_dict` and `load_state_dict`."""
-    if not is_stateful(owner):
-        raise TypeError(f"{label} must have state_dict and load_state_dict, got a {type(owner).__name__}")
+def _check_fits(label: str, owner: Any, state: Any) -> None:
+    """Raises FileError if a state is certainly not one that a module or optimizer of torch can load.
 
-
-def check_fits(label: str, owner: Any, state: Any) -> None:
-    """Raises FileError if a state is certainly not one that a module or optimizer of torch can load."""
+    Another exception says that the state is none of such an object.
+    """
     if isinstance(owner, torch.nn.Module):
-        _check_module(label, owner.state_dict(), state)
+        _check_module(label, owner, state)
     elif isinstance(owner, torch.optim.Optimizer):
-        found, own = ([len(group["params"]) for group in each["param_groups"]] for each in (state, owner.state_dict()))
-        if found != own:
-            raise FileError(f"{label} has groups of {found} parameters, this one has {own}")
+        _check_optimizer(label, owner, state)
 
 
-def _check_module(label: str, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _check_module(label: str, owner: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    difference = _find_difference(owner.state_dict(), state)
+    if difference is None:
+        return
+    try:  # a module may adapt an old state as it loads it
+        copy.deepcopy(owner).load_state_dict(state)
+    except Exception as error:
+        raise FileError(f"{label} is another network: {difference}") from error
+
+
+def _find_difference(own: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     if own.keys() != state.keys():
-        differ = sorted(own.keys() ^ state.keys())
-        raise FileError(f"{label} is another network: it and this one do not both have {differ[:3]}")
+        return f"it and this one do not both have {sorted(own.keys() ^ state.keys())[:3]}"
     for key, value in own.items():
-        found = state[key]
+        found = tuple(getattr(state[key], "shape", ()))
         is_known = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-        if is_known and tuple(getattr(found, "shape", ())) != tuple(value.shape):
-            raise FileError(f"{label} is another network: {key!r} is {tuple(found.shape)}, here {tuple(value.shape)}")
+        if is_known and found != tuple(value.shape):
+            return f"{key!r} is {found}, here {tuple(value.shape)}"
+    return None
+
+
+def _check_optimizer(label: str, owner: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    found, own = state["param_groups"], owner.param_groups
+    sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (found, own))
+    if sizes != own_sizes:
+        raise FileError(f"{label} has groups of {sizes} parameters, this one has {own_sizes}")
+    settings, own_settings = (SETTINGS & {key for group in groups for key in group} for groups in (found, own))
+    if settings != own_settings:
+        raise FileError(f"{label} is another optimizer: it has {sorted(settings)}, this one has {sorted(own_settings)}")
+    if not type(owner).__module__.startswith("torch.optim."):
+        return
+    numbers, parameters = ([each for group in groups for each in group["params"]] for groups in (found, own))
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            if key in LIKE_PARAMETERS and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                raise FileError(
+                    f"{label} is of another network: {key!r} of parameter {number} is {tuple(value.shape)}, "
+                    f"the parameter is {tuple(parameter.shape)}"
+                )
 
 
 def list_parts(label: str, given: Any) -> list[tuple[str, Any]]:

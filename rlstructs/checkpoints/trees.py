@@ -1,12 +1,14 @@
 """Files of nested dicts and lists: `torch.save` writes them, `torch.load(weights_only=True)` reads them.
 
 numpy arrays, and arrays and keys of jax, are stored as tensors beside what they were, because such a read makes none.
+Collections that it does not make either are stored as lists.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,13 @@ from rlstructs.errors import FileError, SpecError
 
 # What `torch.load` reads as it is.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
-# The key of a dict that stands for an array, with what kind of array it is.
+# The key of a dict that stands for an array or a collection, with what kind of one it is.
 ARRAY, NUMPY, SCALAR, JAX, KEY = "__array__", "numpy", "numpy scalar", "jax", "jax key"
+# Collections that are stored as lists of their items; the first two only if not all keys are texts and numbers.
+COLLECTIONS = (dict, OrderedDict, Counter, set, frozenset, deque)
+TEXT_OR_NUMBER = (str, int, float, bool)
+# What keys may be, or tuples or frozensets of these.
+KEYS = (*TEXT_OR_NUMBER, complex, bytes, type(None))
 
 
 def save_tree(path: Path, name: str, tree: Any) -> None:
@@ -29,7 +36,7 @@ def save_tree(path: Path, name: str, tree: Any) -> None:
     Args:
         path: of the file.
         name: of the tree, for messages.
-        tree: dicts, lists, tuples, tensors, numbers, texts, None, and arrays of numpy and jax.
+        tree: dicts, lists, tuples, sets, deques, tensors, numbers, texts, None, and arrays of numpy and jax.
 
     Raises:
         SpecError: there is something else in it, which no read would make.
@@ -53,32 +60,62 @@ def load_tree(path: Path) -> Any:
 
 
 def encode_tree(name: str, tree: Any) -> Any:
-    """Replaces arrays in a tree; a part without any stays the same object. Raises what `save_tree` does."""
-    if isinstance(tree, (dict, OrderedDict)) and type(tree) in (dict, OrderedDict):
-        found = {key: encode_tree(f"{name}[{key!r}]", value) for key, value in tree.items()}
-        for key in tree:
-            if type(key) not in (str, int, float, bool) or key == ARRAY:
-                raise SpecError(f"{name} has the key {key!r}; needed is a text or a number")
-        return tree if all(found[key] is value for key, value in tree.items()) else found
-    if type(tree) in (list, tuple):
+    """Replaces arrays and collections in a tree; what has none stays the same object. Raises what `save_tree` does."""
+    kind = type(tree)
+    if kind in (dict, OrderedDict) and all(type(key) in TEXT_OR_NUMBER and key != ARRAY for key in tree):
+        return _replace_values(tree, {key: encode_tree(f"{name}[{key!r}]", value) for key, value in tree.items()})
+    if kind in (list, tuple):
         parts = [encode_tree(f"{name}[{at}]", value) for at, value in enumerate(tree)]
-        return tree if all(a is b for a, b in zip(parts, tree, strict=True)) else type(tree)(parts)
+        return tree if all(a is b for a, b in zip(parts, tree, strict=True)) else kind(parts)
+    if kind in COLLECTIONS:
+        return _encode_collection(name, tree)
+    if torch.nn.parameter.is_lazy(tree):
+        raise SpecError(f"{name} has no shape yet; save a lazy module after its first call")
     if isinstance(tree, torch.nn.Parameter):
         return tree.detach()
-    if type(tree) in PLAIN:
+    if kind in PLAIN:
         return tree
     if isinstance(tree, (np.ndarray, np.generic)):
         return _encode_array(name, tree, NUMPY if isinstance(tree, np.ndarray) else SCALAR)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(tree, jax.Array):
         if jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
-            kind = str(jax.random.key_impl(tree))
-            return {**_encode_array(name, np.asarray(jax.random.key_data(tree)), KEY), "key": kind}
+            made_by = str(jax.random.key_impl(tree))
+            return {**_encode_array(name, np.asarray(jax.random.key_data(tree)), KEY), "key": made_by}
         return _encode_array(name, np.asarray(tree), JAX)
     raise SpecError(
-        f"{name} is a {type(tree).__name__}, which a checkpoint cannot hold; needed are dicts, lists, tuples, tensors, "
-        "arrays, numbers, texts or None, or an object with state_dict and load_state_dict"
+        f"{name} is a {type(tree).__name__}, which a checkpoint cannot hold; needed are dicts, lists, tuples, sets, "
+        "tensors, arrays, numbers, texts or None, or an object with state_dict and load_state_dict"
     )
+
+
+def _replace_values(tree: Any, values: Mapping[Any, Any]) -> Any:
+    """A dict with other values; the same one if they are the same."""
+    if all(values[key] is value for key, value in tree.items()):
+        return tree
+    found = copy.copy(tree)  # which keeps the versions of modules that a state of torch has as an attribute
+    found.update(values)
+    return found
+
+
+def _encode_collection(name: str, tree: Any) -> dict[str, Any]:
+    kind = type(tree)
+    if kind is deque:
+        return {ARRAY: kind.__name__, "items": encode_tree(name, list(tree)), "maxlen": tree.maxlen}
+    for key in tree:
+        if not _is_key(key):
+            raise SpecError(f"{name} has the key {key!r}; needed is a text, a number, or a tuple of these")
+    items = [encode_tree(f"{name}, its key {key!r}", key) for key in tree]
+    if isinstance(tree, dict):
+        values = [encode_tree(f"{name}[{key!r}]", value) for key, value in tree.items()]
+        items = [*map(list, zip(items, values, strict=True))]
+    return {ARRAY: kind.__name__, "items": items}
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) in (tuple, frozenset):
+        return all(map(_is_key, key))
+    return type(key) in KEYS or isinstance(key, np.generic)
 
 
 def _encode_array(name: str, array: Any, kind: str) -> dict[str, Any]:
@@ -87,19 +124,27 @@ def _encode_array(name: str, array: Any, kind: str) -> dict[str, Any]:
     if dtype.name not in DTYPES and kind != JAX:
         raise SpecError(f"{name} is an array of {dtype}, which a checkpoint cannot hold; make it one of plain numbers")
     values = np.frombuffer(bytearray(np.ascontiguousarray(array, dtype.name).tobytes()), np.uint8)
-    return {ARRAY: kind, "dtype": dtype.name, "shape": list(array.shape), "bytes": torch.from_numpy(values)}
+    found = {ARRAY: kind, "dtype": dtype.name, "shape": list(array.shape), "bytes": torch.from_numpy(values)}
+    return found if dtype.isnative else {**found, "order": dtype.byteorder}
 
 
 def _decode(tree: Any) -> Any:
     if isinstance(tree, dict):
-        if ARRAY in tree:
-            return _decode_array(tree)
-        found = {key: _decode(value) for key, value in tree.items()}
-        return tree if all(found[key] is value for key, value in tree.items()) else found
+        if ARRAY not in tree:
+            return _replace_values(tree, {key: _decode(value) for key, value in tree.items()})
+        return _decode_collection(tree) if "items" in tree else _decode_array(tree)
     if type(tree) in (list, tuple):
         parts = [_decode(value) for value in tree]
         return tree if all(a is b for a, b in zip(parts, tree, strict=True)) else type(tree)(parts)
     return tree
+
+
+def _decode_collection(tree: Mapping[str, Any]) -> Any:
+    kind: Any = {each.__name__: each for each in COLLECTIONS}[tree[ARRAY]]
+    items = _decode(tree["items"])
+    if kind is deque:
+        return deque(items, tree["maxlen"])
+    return kind(dict(items)) if issubclass(kind, dict) else kind(items)
 
 
 def _decode_array(tree: Mapping[str, Any]) -> Any:
@@ -107,7 +152,7 @@ def _decode_array(tree: Mapping[str, Any]) -> Any:
     kind = tree[ARRAY]
     if kind in (NUMPY, SCALAR):
         array = values.view(DTYPES[tree["dtype"]]).reshape(tree["shape"])
-        return array.copy() if kind == NUMPY else array[()]
+        return array.astype(array.dtype.newbyteorder(tree.get("order", "="))) if kind == NUMPY else array[()]
     import jax
 
     array = values.view(jax.numpy.dtype(tree["dtype"])).reshape(tree["shape"])  # bfloat16 too

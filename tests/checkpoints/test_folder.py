@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from processes import LIMIT
 
 from rlstructs import Checkpoint, StateError
+from rlstructs.files import segments
+from rlstructs.memories.torch import RandomMemory
 
 # The lock of a program whose files may have no bytes, as on a full disk.
 FULL = r"""
@@ -31,6 +37,28 @@ except StateError as error:
     print(error)
 first.unlock()
 assert second.lock()
+"""
+
+# A forked child saves with the object of its parent, which holds the lock; then the parent lets it.
+SHARED = r"""
+import os, sys
+from rlstructs import Checkpoint, StateError
+from rlstructs.checkpoints import folder
+
+folder.LOCK_DELAY = 0.0
+checkpoint = Checkpoint(sys.argv[1], extra={"n": 1})
+checkpoint.save(1)
+for _ in range(2):
+    if not os.fork():
+        try:
+            checkpoint.save(2)
+            print("saved", flush=True)
+        except StateError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+    checkpoint.close()
+assert checkpoint.steps == [1, 2]
 """
 
 # A forked child releases the lock that it has from its parent.
@@ -79,6 +107,13 @@ def test_a_lock_is_held_until_its_owner_releases_it(program, holder, subprocess_
     assert re.search(f"{holder} saves to this folder", done.stdout)
 
 
+def test_a_forked_child_saves_once_its_parent_has_closed_its_checkpoint(subprocess_env, tmp_path):
+    command = [sys.executable, "-c", SHARED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=subprocess_env)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r".*process \d+ on .* saves to this folder; .*\nsaved\n", done.stdout)
+
+
 def test_a_child_that_has_the_lock_open_does_not_keep_it(tmp_path, monkeypatch):
     monkeypatch.setattr("rlstructs.checkpoints.folder.LOCK_DELAY", 0.0)
     checkpoint, other = (Checkpoint(tmp_path, extra={"n": n}) for n in range(2))
@@ -91,3 +126,128 @@ def test_a_child_that_has_the_lock_open_does_not_keep_it(tmp_path, monkeypatch):
             other.save(2)
         checkpoint.close()
         other.save(2)
+
+
+def memory_of(first):
+    """A memory that is full of rows, the first of which is this number."""
+    memory = RandomMemory(memory_size=20, num_envs=2, device="cpu", seed=0)
+    memory.create_tensor("x", 3)
+    for n in range(20):
+        memory.add_samples(x=torch.full((2, 3), float(first + n)))
+    return memory
+
+
+def rows(memory):
+    return memory.sample_all(["x"])[0][0]
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    monkeypatch.setattr(segments, "LEAST_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_checkpoint_that_another_training_put_in_the_same_place_is_noticed(tmp_path):
+    folder = tmp_path / "runs"
+    memory, other = memory_of(0), memory_of(100)
+    checkpoint, its_checkpoint = (Checkpoint(folder, memory=each) for each in (memory, other))
+    checkpoint.save(100)
+    shutil.rmtree(folder)
+    its_checkpoint.save(100)  # it does not have to wait for a lock of a file that is gone
+    its_checkpoint.close()
+    with pytest.raises(StateError, match="another program has saved step 100"):
+        checkpoint.save(200)
+    shutil.rmtree(folder)
+    checkpoint.save(200)
+    again = memory_of(7)
+    assert Checkpoint(folder, memory=again).restore() == 200 and torch.equal(rows(again), rows(memory))
+
+
+@pytest.mark.usefixtures("small_files")
+def test_checkpoints_of_the_same_step_that_were_replaced_twice_are_noticed(tmp_path):
+    memory, other = memory_of(0), memory_of(100)
+    checkpoint, its_checkpoint = (Checkpoint(tmp_path, memory=each, keep=1) for each in (memory, other))
+    checkpoint.save(5)
+    assert its_checkpoint.restore() == 5
+    for _ in range(2):
+        memory.add_samples(x=torch.zeros(2, 3))
+        checkpoint.save(5)
+        assert len(list(tmp_path.glob("step_*"))) == 1
+    checkpoint.close()
+    with pytest.raises(StateError, match="another program has saved step 5"):
+        its_checkpoint.save(6)
+
+
+def test_a_lock_of_a_deleted_folder_is_taken_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlstructs.checkpoints.folder.LOCK_DELAY", 0.0)
+    first, second = (Checkpoint(tmp_path / "runs", extra={"n": n}) for n in range(2))
+    first.save(1)
+    shutil.rmtree(tmp_path / "runs")
+    second.save(1)
+    with pytest.raises(StateError, match="saves to this folder"):
+        first.save(2)
+    shutil.rmtree(tmp_path / "runs")
+    first.save(2)
+    with pytest.raises(StateError, match="saves to this folder"):
+        second.save(3)
+    assert first.steps == [2]
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_id_and_is_restored(tmp_path):
+    Checkpoint(tmp_path, extra={"n": 3}).save(1)
+    path = tmp_path / "step_000000000001/checkpoint.json"
+    manifest = json.loads(json.loads(path.read_text())["manifest"])
+    assert len(manifest.pop("id")) == 32
+    text = json.dumps(manifest)
+    path.write_text(json.dumps({"checksum": zlib.crc32(text.encode()), "manifest": text}))
+    again = Checkpoint(tmp_path, extra=(extra := {"n": 0}))
+    assert again.restore() == 1 and extra == {"n": 3}
+    again.save(2)
+    assert again.steps == [1, 2]
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    checkpoint = Checkpoint("runs", extra={"n": 1})
+    monkeypatch.chdir(tmp_path / "there")
+    checkpoint.save(1)
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(2)
+    assert checkpoint.restore() == 2 and checkpoint.steps == [1, 2]
+    assert len(os.listdir("here/runs")) == 4 and not os.listdir("there")
+
+
+def test_a_checkpoint_that_was_moved_and_linked_to_is_restored_and_left_where_it_is(tmp_path):
+    folder, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    Checkpoint(folder, extra={"n": 1}).save(1)
+    shutil.move(folder / "step_000000000001", elsewhere)
+    (folder / "step_000000000001").symlink_to(elsewhere)
+    checkpoint = Checkpoint(folder, extra={"n": 0}, keep=1)
+    assert checkpoint.restore() == 1
+    for step in (2, 3):
+        checkpoint.save(step)
+    assert sorted(os.listdir(folder)) == ["latest", "lock", "step_000000000003"]
+    assert (elsewhere / "checkpoint.json").exists()
+
+
+def test_what_an_interrupted_save_left_does_not_stop_others_if_it_cannot_be_deleted(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(tmp_path, extra={"n": 1}, keep=1)
+    checkpoint.save(1)
+    (left := tmp_path / "step_000000000002.new").mkdir()
+    delete = shutil.rmtree
+
+    def fail(path):
+        if path == left:
+            raise PermissionError(f"{path} stays")
+        delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fail)
+        for step in (2, 3):
+            with pytest.raises(PermissionError, match=r"step_000000000002\.new stays"):
+                checkpoint.save(step)
+            assert checkpoint.steps == [step] and len(os.listdir(tmp_path)) == 4
+    checkpoint.save(3)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "lock", "step_000000000003_2"]
