@@ -65,7 +65,7 @@ def sb3(capacity: int) -> Calls:
 def skrl(capacity: int) -> Calls:
     from skrl.memories.torch import RandomMemory
 
-    made = RandomMemory(memory_size=capacity // LANES, num_envs=LANES, device="cpu")
+    made = RandomMemory(memory_size=capacity // LANES, num_envs=LANES, device="cpu", replacement=True)
     for name, size in SIZES.items():
         made.create_tensor(name, size=size, dtype=torch.bool if name == "terminated" else torch.float32)
     rows = {name: torch.from_numpy(array) for name, array in content(LANES).items()}
