@@ -557,7 +557,7 @@ def test_workers_with_the_recipe_for_envpool_have_streams_of_their_own(subproces
         if __name__ == "__main__":
             for seeds in (0, 2**63, [0, 1000], [2**40, 2**41], [2**63, 2**62], None):
                 with RL_Batcher(
-                    2, lambda: RandomAgent(gymnasium.spaces.Discrete(2)), {}, create_env, {"n_envs": 3}, 2, seeds
+                    2, lambda: RandomAgent(gymnasium.spaces.Discrete(2)), {}, create_envpool, {"n_envs": 3}, 2, seeds
                 ) as batcher:
                     batcher.reset()
                     batcher.execute()
