@@ -236,8 +236,7 @@ def _delete(entry: Path) -> None:
         return
     if NAME.fullmatch(entry.name):  # no checkpoint is ever seen that lacks files
         old = entry.with_name(f"{entry.name}{OLD}")
-        if old.exists():
-            shutil.rmtree(old)
+        _delete(old)
         entry.rename(old)
         entry = old
     shutil.rmtree(entry)

@@ -19,24 +19,36 @@ from rlstructs import Checkpoint, StateError
 from rlstructs.files import segments
 from rlstructs.memories.torch import RandomMemory
 
-# The lock of a program whose files may have no bytes, as on a full disk.
-FULL = r"""
-import resource, signal, sys
+# `first` holds the lock, whatever the event is, until it releases it.
+HELD = r"""
+import os, resource, signal, sys
 from pathlib import Path
 from rlstructs import StateError
 from rlstructs.checkpoints import folder
 
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 folder.LOCK_DELAY = 0.0
 first, second = (folder.CheckpointFolder(Path(sys.argv[1])) for _ in range(2))
-assert first.lock() and not first.lock()
+{event}
 try:
     second.lock()
 except StateError as error:
     print(error)
 first.unlock()
 assert second.lock()
+"""
+# Files may have no bytes, as on a full disk.
+FULL = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+assert first.lock() and not first.lock()
+"""
+# A forked child releases the lock that it has from its parent.
+FORKED = """
+first.lock()
+if not os.fork():
+    first.unlock()
+    os._exit(0)
+os.wait()
 """
 
 # A forked child saves with the object of its parent, which holds the lock; then the parent lets it.
@@ -61,28 +73,6 @@ for _ in range(2):
 assert checkpoint.steps == [1, 2]
 """
 
-# A forked child releases the lock that it has from its parent.
-FORKED = r"""
-import os, sys
-from pathlib import Path
-from rlstructs import StateError
-from rlstructs.checkpoints import folder
-
-folder.LOCK_DELAY = 0.0
-first, second = (folder.CheckpointFolder(Path(sys.argv[1])) for _ in range(2))
-first.lock()
-if not os.fork():
-    first.unlock()
-    os._exit(0)
-os.wait()
-try:
-    second.lock()
-except StateError as error:
-    print(error)
-first.unlock()
-assert second.lock()
-"""
-
 
 def test_a_save_counts_although_the_oldest_checkpoint_cannot_be_deleted(tmp_path, monkeypatch):
     def fail(path):
@@ -99,9 +89,9 @@ def test_a_save_counts_although_the_oldest_checkpoint_cannot_be_deleted(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step_000000000003"]
 
 
-@pytest.mark.parametrize(("program", "holder"), [(FULL, "another program"), (FORKED, r"process \d+ on .*")])
-def test_a_lock_is_held_until_its_owner_releases_it(program, holder, subprocess_env, tmp_path):
-    command = [sys.executable, "-c", program, str(tmp_path)]
+@pytest.mark.parametrize(("event", "holder"), [(FULL, "another program"), (FORKED, r"process \d+ on .*")])
+def test_a_lock_is_held_until_its_owner_releases_it(event, holder, subprocess_env, tmp_path):
+    command = [sys.executable, "-c", HELD.format(event=event), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=subprocess_env)
     assert done.returncode == 0, done.stderr
     assert re.search(f"{holder} saves to this folder", done.stdout)
