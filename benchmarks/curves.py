@@ -1,6 +1,6 @@
 """Draws learning curves of PPO on CartPole against wall-clock time: `examples/ppo.py` beside Stable-Baselines3's PPO.
 
-    python benchmarks/curves.py [--seeds 0 1 2 3 4] [--n-steps 198656] [--out docs/curves/cartpole.png]
+    python benchmarks/curves.py [--contenders ours ...] [--seeds 0 1 2 3 4] [--n-steps 198656] [--out FILE]
 
 All contenders have the same environments, layers, hyperparameters and number of steps (`ppo_sb3.py` says what differs).
 They take turns, seed by seed, each in a process of its own. Time begins when imports are done, before environments and
@@ -126,7 +126,8 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 def main(options: argparse.Namespace) -> None:
     has_sb3 = importlib.util.find_spec("stable_baselines3") is not None
-    contenders = {name: kind for name, kind in CONTENDERS.items() if kind == "ours" or has_sb3}
+    contenders = {name: kind for name, kind in CONTENDERS.items()
+                  if kind in options.contenders and (kind == "ours" or has_sb3)}  # fmt: skip
     curves = {name: [] for name in contenders}
     for seed in options.seeds:
         for name, kind in contenders.items():
@@ -137,6 +138,7 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", choices=list(CONTENDERS.values()), nargs="+", default=list(CONTENDERS.values()))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--n-steps", type=int, default=198_656)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "curves" / "cartpole.png")

@@ -32,7 +32,7 @@ END_OF_BLOCK = "-- end of a block --"
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
 SMALL = {
     "python benchmarks/checkpoints.py": "--n-rows 2000 --repeats 1 --n-saves 1",
-    "python benchmarks/curves.py": "--seeds 0 --n-steps 2048 --out curve.png",
+    "python benchmarks/curves.py": "--contenders ours dummy --seeds 0 --n-steps 2048 --out curve.png",
     "python benchmarks/feeding.py": "--rows cartpole-64 --repeats 1 --rollouts 1",
     "python benchmarks/frames.py": "--steps 400 --repeats 1",
     "python benchmarks/overlap.py": "--rows updates --repeats 1",

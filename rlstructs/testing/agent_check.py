@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,13 @@ from rlstructs.structures.tree import equal
 from rlstructs.testing.checked_agent import CheckedAgent
 from rlstructs.testing.env_source import check_pickles
 from rlstructs.testing.recording import Moment, Recording, record_rollout, record_script
+from rlstructs.worker_setup.streams import WorkerStreams
 
 METHODS = ("initial_state", "__call__", "call_replay", "require_history", "update", "seed", "close")
 # Tolerances for floats of a replay, which computes them again, with gradients.
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
+# The global streams, in the order of `WorkerStreams.roots`.
+STREAMS = ("random", "numpy", "torch")
 # The default of an argument that may be None.
 NOTHING: Any = object()
 
@@ -43,7 +47,8 @@ def check_agent(
 
     It checks the methods, also `update` and `close`; the pickling of the factory; keys, dtypes, rows and devices of
     states and outputs; that the seed decides the outputs; that a replay gives those that were recorded; and that an
-    agent with `takes_views` keeps no views of observations and writes into none.
+    agent with `takes_views` keeps no views of observations and writes into none. It warns if the factory seeds a global
+    random stream that the agent then draws from: the agents of all workers would draw the same numbers.
 
     Args:
         agent: preferably the `create_agent` of a batcher; or an agent, which is copied.
@@ -72,6 +77,7 @@ def check_agent(
     with PrivateStreams()(), contextlib.closing(_AgentCheck(agent, dict(agent_args or {}), agent_info, seed)) as check:
         script = check.check_calls(observation, n_steps)
         rollout = check.check_repetition(script)
+        check.check_streams(script)
         if replay:
             check.check_replay(rollout, replayed)
         if update is not NOTHING:
@@ -129,6 +135,23 @@ class _AgentCheck:
             )
         return rollouts[0]
 
+    def check_streams(self, script: list[Moment]) -> None:
+        """Warns if an agent draws from a global stream that is in the same state whatever the worker's seed is."""
+        self._make_seeded(self._seed + 1)
+        elsewhere = WorkerStreams.of_this_process().roots
+        agent = self._make_checked()
+        before = WorkerStreams.of_this_process().roots
+        record_rollout(agent, script, self._info)
+        after = WorkerStreams.of_this_process().roots
+        states = zip(STREAMS, elsewhere, before, after, strict=True)
+        if shared := [name for name, other, first, last in states if other == first != last]:
+            warnings.warn(
+                f"{self._name}: draws from the global stream of {' and '.join(shared)}, which is seeded as the agent "
+                "is made, so the agents of all workers draw the same numbers; seed a stream only where it is put back "
+                "afterwards, torch's in `with torch.random.fork_rng(devices=[]):`",
+                stacklevel=3,
+            )
+
     def check_replay(self, rollout: Recording, replayed: Sequence[str]) -> None:
         """Checks that a replay gives the recorded outputs, also if the agent has acted before."""
         keys = list(rollout.outputs[0].keys())
@@ -162,11 +185,12 @@ class _AgentCheck:
             with contextlib.suppress(Exception):
                 self._open.pop().close()
 
-    def _make_seeded(self) -> Any:
-        seed_global_streams(self._seed, self._seed)
+    def _make_seeded(self, seed: int | None = None) -> Any:
+        seed = self._seed if seed is None else seed
+        seed_global_streams(seed, seed)
         agent = self._make()
         self._open.append(agent)
-        agent.seed(self._seed)
+        agent.seed(seed)
         return agent
 
     def _make_checked(self) -> CheckedAgent:

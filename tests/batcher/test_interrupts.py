@@ -110,11 +110,13 @@ def signalled(call, at):
     lines, folders = itertools.count(1), tuple(package.__path__[0] for package in (rlstructs, workers))
 
     def trace(frame, event, _):
-        if not frame.f_code.co_filename.startswith(folders):
-            return None
-        if event == "line" and not is_forgotten(frame) and next(lines) == at:
+        return trace_lines if frame.f_code.co_filename.startswith(folders) and not is_forgotten(frame) else None
+
+    def trace_lines(frame, event, _):
+        if event == "line" and next(lines) == at:
+            sys.settrace(None)
             signal.raise_signal(signal.SIGINT)
-        return trace
+        return trace_lines
 
     def is_forgotten(frame):  # the interpreter itself drops what a `__del__` raises
         return frame is not None and (frame.f_code.co_name == "__del__" or is_forgotten(frame.f_back))
@@ -152,7 +154,7 @@ def test_a_get_that_is_interrupted_anywhere_loses_nothing_but_what_it_was_about_
         assert at > 100 and n_lost < 10  # in the very return
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.slow) for first in (2, 3))])
 def test_a_close_that_is_interrupted_anywhere_is_gone_on_with(first):
     count_batcher([[3]], 2).close()  # the fork server runs from here on
     gc.collect()  # what other tests have left

@@ -34,6 +34,7 @@ def train(folder, n_rollouts):
     return progress["drawn"]
 
 
+@pytest.mark.slow
 def test_a_training_over_ray_goes_on_from_its_checkpoint(tmp_path):
     with ray_cluster(2):
         wanted = train(None, 5)

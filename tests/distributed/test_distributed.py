@@ -171,6 +171,7 @@ def test_an_exact_state_goes_on_bit_for_bit(cluster):
             found.append(batcher.get())
             batcher.update({"a": torch.arange(3.0) - number, "b": torch.tensor(number, dtype=torch.bfloat16)})
         moments = {name: (kept.count, kept.m2.tolist()) for name, kept in batcher.statistics().items()}
+        batcher.state_dict(exact=True)  # waits for what is under way: nodes tell their steps when a rollout is over
         return found, batcher.episodes(), moments, [worker["steps"] for worker in batcher.stats()["workers"]]
 
     arguments = {"n_nodes": 2, "run_ahead": 1}

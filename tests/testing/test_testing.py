@@ -323,6 +323,26 @@ def test_good_agents_pass(autoreset):
         check_agent(RandomAgent, SEEN, {"action_space": space})
 
 
+class Noisy(RandomAgent):
+    """Draws from numpy's global stream too."""
+
+    def __call__(self, *args, **kwargs):
+        np.random.rand()
+        return super().__call__(*args, **kwargs)
+
+
+def test_agents_that_would_draw_the_same_in_all_workers_are_warned_of():
+    space = {"action_space": spaces.Discrete(2)}
+
+    def make_noisy(seeds):
+        np.random.seed(0) if seeds else None
+        return Noisy(**space)
+
+    check_agent(make_noisy, SEEN, {"seeds": False})
+    with pytest.warns(UserWarning, match=r"^Noisy: draws from the global stream of numpy, which is seeded as the ag"):
+        check_agent(make_noisy, SEEN, {"seeds": True})
+
+
 def test_agents_of_the_examples_pass():
     policy = example("2_collect.py").Policy
     arguments = {"n_inputs": 4, "n_actions": 2}
