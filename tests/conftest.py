@@ -7,6 +7,9 @@ import multiprocessing
 import os
 import signal
 
+# Threads of torch that wait for work would keep turning, on cores that other tests, workers and programs need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import hypothesis
 import parts
 import programs
