@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import signal
 import sys
 import threading
@@ -323,24 +324,37 @@ def test_good_agents_pass(autoreset):
         check_agent(RandomAgent, SEEN, {"action_space": space})
 
 
-class Noisy(RandomAgent):
-    """Draws from numpy's global stream too."""
+class Noisy(Counting):
+    """Draws from a global stream, if `draw` does."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
 
     def __call__(self, *args, **kwargs):
-        np.random.rand()
+        self.draw()
         return super().__call__(*args, **kwargs)
 
 
-def test_agents_that_would_draw_the_same_in_all_workers_are_warned_of():
-    space = {"action_space": spaces.Discrete(2)}
+@pytest.mark.parametrize(
+    ("name", "seed", "draw"),
+    [
+        ("random", lambda: random.seed(0), lambda: random.random()),
+        ("numpy", lambda: np.random.seed(0), lambda: np.random.rand()),
+        ("torch", lambda: torch.manual_seed(0), lambda: torch.rand(1)),
+    ],
+)
+def test_agents_that_would_draw_the_same_in_all_workers_are_warned_of(name, seed, draw):
+    def make(seeds, draws):
+        if seeds:
+            seed()
+        return Noisy(draw if draws else int)
 
-    def make_noisy(seeds):
-        np.random.seed(0) if seeds else None
-        return Noisy(**space)
-
-    check_agent(make_noisy, SEEN, {"seeds": False})
-    with pytest.warns(UserWarning, match=r"^Noisy: draws from the global stream of numpy, which is seeded as the ag"):
-        check_agent(make_noisy, SEEN, {"seeds": True})
+    check_agent(make, SEEN, {"seeds": False, "draws": True})
+    check_agent(make, SEEN, {"seeds": True, "draws": False})
+    message = f"^Noisy: draws from the global stream of {name}, which is seeded as the agent is made"
+    with pytest.warns(UserWarning, match=message):
+        check_agent(make, SEEN, {"seeds": True, "draws": True})
 
 
 def test_agents_of_the_examples_pass():
