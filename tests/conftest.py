@@ -10,6 +10,9 @@ import signal
 # Threads of torch that wait for work would keep turning, on cores that other tests, workers and programs need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Until the tests are collected: what is made by then stays, and looking at it would take a quarter of the time.
+gc.disable()
+
 import hypothesis
 import parts
 import programs
@@ -55,10 +58,11 @@ def pytest_collection_modifyitems(config, items):
     return result
 
 
-def pytest_collection_finish():
+def pytest_runtestloop():
     # Many tests collect garbage, which would otherwise look at all that pytest and the libraries hold: for a second.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def start_method_of(item):

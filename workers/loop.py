@@ -32,6 +32,7 @@ from typing import Any
 
 from workers import failures, main_module, messages, pickling
 from workers.channel import Channel
+from workers.collector import uncollected_imports
 from workers.descriptors import Descriptor
 from workers.error_hints import add_hint
 from workers.settings import log_records
@@ -192,16 +193,16 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
     loads: Callable[[bytes], Any] = pickling.loads
     if request.script is not None:
         loads = main_module.install(request.script).__script_names__.loads
-    with quiet_imports():
+    with quiet_imports(), uncollected_imports():
         setup = loads(request.setup)
     write_settings(SETTINGS, request.settings)
     setup(index)
-    with quiet_imports():
+    with quiet_imports(), uncollected_imports():
         init_worker = None if request.init_worker is None else loads(request.init_worker)
     with log_records.keep_new_handlers():
         if init_worker is not None:
             init_worker(index)
-    with quiet_imports():
+    with quiet_imports(), uncollected_imports():
         factory = loads(request.factory)
     return factory(index, *shared, *request.args)
 

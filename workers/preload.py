@@ -15,6 +15,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from workers import loop
+from workers.collector import uncollected_imports
 from workers.failures import Failure
 from workers.pickling import dumps
 from workers.termination import leave_sigterm_to
@@ -41,10 +42,11 @@ def prepare(report: int, preload: list[str]) -> None:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # a sandbox may not allow it
                 loop.exit_when_readable(os.pidfd_open(os.getppid()))
-        for name in preload:
-            os.write(report, name.encode() + NAME_END)
-            with contextlib.suppress(ImportError):
-                __import__(name)
+        with uncollected_imports():
+            for name in preload:
+                os.write(report, name.encode() + NAME_END)
+                with contextlib.suppress(ImportError):
+                    __import__(name)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the main process has ended
             _write(report, _dump_failure(Failure.of(error)))

@@ -115,6 +115,7 @@ class Job:
         return bytes(50_000_000)
 
     def _stop_when_full(self):
+        gc.unfreeze()  # otherwise it is not listed
         channel = next(each for each in gc.get_objects() if isinstance(each, Channel))
         poll = select.poll()
         poll.register(channel.fileno(), select.POLLOUT)
@@ -129,6 +130,10 @@ class Job:
     def resist(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pause()
+
+    def look_at_collector(self):
+        looked_at = {id(each) for each in gc.get_objects()}
+        return gc.isenabled(), id(vars(pickle)) in looked_at, id(self) in looked_at
 
     def give_lambda(self):
         return lambda: self.index
@@ -165,6 +170,11 @@ def test_jobs_answer_in_the_order_of_their_index(method):
         assert [pid for _, pid in answers] == pool.pids
         assert os.getpid() not in pool.pids
         assert pool.gather(pool.ask("identify", only=[1])) == [answers[1]]
+
+
+def test_the_garbage_collector_looks_at_what_a_job_makes_and_not_at_what_was_imported(method):
+    with WorkerPool(1, Job, start_method=method, preload=["pickle"]) as pool:
+        assert pool.call("look_at_collector") == [(True, False, True)]
 
 
 def test_an_exception_arrives_as_its_own_class_with_index_and_traceback(method):
