@@ -10,9 +10,6 @@ import signal
 # Threads of torch that wait for work would keep turning, on cores that other tests, workers and programs need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Until the tests are collected: what is made by then stays, and looking at it would take a quarter of the time.
-gc.disable()
-
 import hypothesis
 import parts
 import programs
@@ -21,6 +18,9 @@ from folders import PYTHONPATH
 
 from rlstructs.batcher import start_pool
 from rlstructs.envs.shared_vector import worker_host
+
+# Until the tests are collected: what is made by then stays, and looking at it would take a quarter of the time.
+gc.disable()
 
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -94,7 +94,7 @@ def main():
     # What nearly all of them import; nothing that starts threads.
     for name in ("torch", "gymnasium", "rlstructs.batcher.batcher", "rlstructs.envs.gym_env", "rlstructs.rollout.job"):
         __import__(name)
-    gc.freeze()  # as each program has it: no need to look at it again
+    gc.freeze()  # it stays, so that no collection in a program need look at it
     program, fds = serve(socket.socket(fileno=int(sys.argv[1])))
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=__builtins__, __spec__=None)
