@@ -46,7 +46,7 @@ from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.batcher.rollouts import run_rollouts
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
-from rlstructs.frameworks.torch import as_device
+from rlstructs.frameworks.torch import find_device
 from rlstructs.public_names import set_module
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import draw_seed
@@ -103,6 +103,7 @@ class RL_Batcher(BatcherBase):
 
     Raises:
         SpecError, TypeError: an argument has a wrong value or type.
+        RuntimeError: torch has no such `device` here.
         OutOfMemoryError: the slots do not fit into memory.
         WorkerError: a worker could not start.
         Exception: what `create_env`, `create_agent` or `init_worker` raised in a worker.
@@ -139,7 +140,7 @@ class RL_Batcher(BatcherBase):
         run = RunSettings(
             n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker
         ).check()
-        self._device, self._debug = as_device(device), is_on(debug)
+        self._device, self._debug = find_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         settings = JobSettings(

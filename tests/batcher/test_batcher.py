@@ -660,6 +660,7 @@ def test_numbers_of_elements_and_bytes_are_known_at_once():
         ({"env_info": DictTensor({"x": torch.zeros(0)})}, SpecError, "env_info: example 'x' has shape"),
         ({"start_method": "thread"}, SpecError, "start_method must be one of"),
         ({"start_method": "thread", "n_processes": 0}, SpecError, "start_method must be one of"),
+        ({"device": "cuda:99"}, RuntimeError, r"^device: torch \S+ finds \d CUDA devices, got 'cuda:99'$"),
         ({"env_args": {"n_envs": 0}}, SpecError, "needs at least one environment, got none"),
         ({"env_args": {"env_id": "NoSuchEnv-v0"}}, gymnasium.error.NameNotFound, "NoSuchEnv"),
         ({"create_env": lambda env_id, n_envs, seed: object()}, TypeError, r"create_env must return a VecEnv"),
