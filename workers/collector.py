@@ -14,11 +14,11 @@ def uncollected_imports() -> Iterator[None]:
     Importing torch makes 250,000 objects, which stay. Looking at them in each collection takes a sixth of the time of
     the imports, and later, in a process that was forked, 0.1 s and a copy of the memory that they are in.
     """
-    is_enabled = gc.isenabled()
-    gc.disable()
+    threshold = gc.get_threshold()
+    gc.set_threshold(0)  # not `gc.disable()`: a module that does that as it is imported means it
     try:
         yield
     finally:
         gc.freeze()
-        if is_enabled:
-            gc.enable()
+        if not gc.get_threshold()[0]:
+            gc.set_threshold(*threshold)

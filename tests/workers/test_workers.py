@@ -77,6 +77,18 @@ def poison():
     raise EOFError("poison")
 
 
+class NoCollector:
+    """Arrives as `Job`, from a module that turns the garbage collector off."""
+
+    def __reduce__(self):
+        return turn_collector_off, ()
+
+
+def turn_collector_off():
+    gc.disable()
+    return Job
+
+
 class Job:
     def __init__(self, index, *shared):
         self.index, self.shared = index, shared
@@ -133,7 +145,7 @@ class Job:
 
     def look_at_collector(self):
         looked_at = {id(each) for each in gc.get_objects()}
-        return gc.isenabled(), id(vars(pickle)) in looked_at, id(self) in looked_at
+        return gc.isenabled() and gc.get_threshold()[0] > 0, id(vars(pickle)) in looked_at, id(self) in looked_at
 
     def give_lambda(self):
         return lambda: self.index
@@ -175,6 +187,11 @@ def test_jobs_answer_in_the_order_of_their_index(method):
 def test_the_garbage_collector_looks_at_what_a_job_makes_and_not_at_what_was_imported(method):
     with WorkerPool(1, Job, start_method=method, preload=["pickle"]) as pool:
         assert pool.call("look_at_collector") == [(True, False, True)]
+
+
+def test_a_module_that_turns_the_garbage_collector_off_is_obeyed(method):
+    with WorkerPool(1, NoCollector(), start_method=method) as pool:
+        assert pool.call("look_at_collector") == [(False, False, True)]
 
 
 def test_an_exception_arrives_as_its_own_class_with_index_and_traceback(method):
