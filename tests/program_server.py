@@ -91,8 +91,12 @@ def show(kind, error, trace):
 
 
 def main():
-    # What nearly all of them import; nothing that starts threads.
-    for name in ("torch", "gymnasium", "rlstructs.batcher.batcher", "rlstructs.envs.gym_env", "rlstructs.rollout.job"):
+    # What nearly all of them import, as every optimizer does torch._dynamo; nothing that starts threads.
+    names = (
+        "torch", "torch._dynamo", "gymnasium", "rlstructs.batcher.batcher", "rlstructs.envs.gym_env",
+        "rlstructs.rollout.job",
+    )  # fmt: skip
+    for name in names:
         __import__(name)
     gc.freeze()  # it stays, so that no collection in a program need look at it
     program, fds = serve(socket.socket(fileno=int(sys.argv[1])))
