@@ -252,7 +252,7 @@ def test_a_worker_killed_while_idle_is_noticed_by_the_next_call(method):
 
 def test_the_death_of_one_is_noticed_while_another_works():
     with WorkerPool(2, Job) as pool:
-        futures = pool.ask("hang", 0)
+        futures = pool.ask("resist")
         assert not pool.is_settled(futures)
         os.kill(pool.pids[1], signal.SIGKILL)
         with pytest.raises(WorkerCrashed, match="worker 1"):
