@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
     return result
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own hook is the last that is asked
+@pytest.hookimpl(tryfirst=True)  # after xdist's own hook no other is called
 def pytest_runtestloop():
     # Many tests collect garbage, which would otherwise look at all that pytest and the libraries hold: for a second.
     gc.collect()
