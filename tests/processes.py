@@ -91,17 +91,21 @@ def wait_until_gone(pids):
 
 
 def named_memory(*pids):
-    """Shared memory with a name that these processes have mapped or open, and all that has a name of ours.
+    """Names of shared memory and semaphores that these processes have mapped or open, and of all that is called ours.
 
-    Not all that there is: other programs have theirs.
+    Not all names that there are: other programs have theirs.
     """
-    found = {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}
+    inodes, device = set(), os.stat("/dev/shm").st_dev
     for pid in pids:
-        with open(f"/proc/{pid}/maps") as lines:
-            found |= {line.split(maxsplit=5)[-1].strip() for line in lines}
+        with open(f"/proc/{pid}/maps") as lines:  # address, permissions, offset, device, inode, path
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
         for fd in os.listdir(f"/proc/{pid}/fd"):
             try:
-                found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                status = os.stat(f"/proc/{pid}/fd/{fd}")
             except FileNotFoundError:  # that of the listing itself
                 continue
-    return {name for name in found if name.startswith(("/dev/shm/", PREFIX)) and not name.endswith("(deleted)")}
+            if status.st_dev == device:
+                inodes.add(status.st_ino)
+    # By inode, as a semaphore is mapped before it gets its name.
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if entry.name.startswith(PREFIX) or entry.inode() in inodes}

@@ -16,7 +16,7 @@ import textwrap
 import cloudpickle
 import psutil
 import pytest
-from processes import Deadline, exists, wait_until, wait_until_gone, worker_pids
+from processes import Deadline, exists, named_memory, wait_until, wait_until_gone, worker_pids
 from vector_envs import Failing, Gate, OddError
 
 from rlstructs import RemoteTraceback, SharedVectorEnv, StateError, WorkerCrashed, WorkerError, WorkerTimeout
@@ -282,6 +282,7 @@ def test_views_of_a_closed_environment_stay_readable():
 PROGRAM = """
     import os, signal, sys
     import gymnasium, numpy as np
+    from processes import named_memory
     from rlstructs import SharedVectorEnv
     from vector_envs import Failing
 
@@ -304,6 +305,8 @@ PROGRAM = """
     print(*envs._host.pids, flush=True)
     envs.reset()
     assert all(type(told) is Told for told in envs.step([0] * 4)[4]["told"])
+    # What has no name is gone with the last process that has it.
+    assert not named_memory(os.getpid(), *envs._host.pids)
     ending = sys.argv[2]
     if ending != "idle":
         envs.step_async([1] * 4)
@@ -316,11 +319,10 @@ PROGRAM = """
 
 @pytest.mark.parametrize(("ending", "status"), [("idle", 0), ("pending", 0), ("raise", 7), ("kill", -9)])
 @pytest.mark.usefixtures("quick_programs")
-def test_a_program_that_ends_without_closing_leaves_no_process(ending, status, start_method, tmp_path, subprocess_env):
+def test_a_program_that_ends_without_closing_leaves_nothing(ending, status, start_method, tmp_path, subprocess_env):
     # A script without a guard, whose classes come back as they are.
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    before = set(os.listdir("/dev/shm"))
     done = subprocess.run(
         [sys.executable, str(script), start_method, ending], capture_output=True, text=True, env=subprocess_env
     )
@@ -329,7 +331,7 @@ def test_a_program_that_ends_without_closing_leaves_no_process(ending, status, s
     assert len(pids) == 2
     with Deadline():
         wait_until_gone(pids)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not named_memory()
 
 
 def test_it_can_be_closed_by_another_thread(tmp_path):
