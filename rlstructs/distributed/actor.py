@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workers import pickling
+from workers.collector import uncollected_imports
 from workers.errors import RemoteTraceback, WorkerError
 from workers.failures import RAISED, Failure
 from workers.messages import Call
@@ -109,7 +110,9 @@ class NodeActor:
         import ray
 
         _set_import_path(path)
-        self._job = pickling.loads(settings).build(*args)
+        with uncollected_imports():
+            made = pickling.loads(settings)
+        self._job = made.build(*args)
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def _make_failure(self, error: Exception) -> NodeFailure:

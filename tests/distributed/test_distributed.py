@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -50,9 +52,12 @@ from rlstructs import (
 )
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.cli.command import main
+from rlstructs.distributed.actor import ASIDE, BUILD, NodeActor
 from rlstructs.distributed.supervisor import NodeRecord
 from rlstructs.rollout.progress import RolloutReply
+from workers import pickling
 from workers.futures import Future
+from workers.messages import Call
 
 pytest.importorskip("ray", reason="ray is not installed: pip install ray")
 
@@ -608,6 +613,30 @@ def test_a_node_that_does_not_answer_is_late(cluster, monkeypatch):
         rollout(batcher)
     batcher.close()
     wait_until_gone(pids)
+
+
+class Looking:
+    """Settings and job of a node in one."""
+
+    def build(self):
+        return self
+
+    def report(self):
+        return {}
+
+    def look_at_collector(self):
+        looked_at = {id(each) for each in gc.get_objects()}
+        return gc.isenabled() and gc.get_threshold()[0] > 0, id(vars(pickle)) in looked_at
+
+
+def test_the_collector_of_a_node_leaves_out_what_was_imported(cluster):
+    import ray
+
+    actor = ray.remote(concurrency_groups={ASIDE: 1})(NodeActor).remote(0)
+    for call in Call(BUILD, (pickling.dumps(Looking()), sys.path)), Call("look_at_collector", ()):
+        reply, _ = ray.get(actor.call.remote(pickling.dumps(call)))
+    assert pickling.loads(reply).value == (True, False)
+    ray.kill(actor)
 
 
 class FailingUpdate(Counting):
