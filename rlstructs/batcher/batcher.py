@@ -212,7 +212,8 @@ class RL_Batcher(BatcherBase):
         """Yields one rollout after another: `execute` and `get`, after a `reset` if one is due.
 
         `for trajectories in batcher:` does the same, without end. After a `break`, a new loop goes on where the last
-        one stopped.
+        one stopped. If agents or environments take an info, call `reset` with it before the loop; to give another one
+        to each rollout, call `execute` and `get` instead.
 
         Args:
             n_steps: a number of steps of all environments together; the loop ends after the rollout that reaches it.

@@ -31,7 +31,7 @@ class Phase(enum.Enum):
 ADVICE = {
     Phase.NEW: "call reset first",
     Phase.READY: "call execute first",
-    Phase.RUNNING: "call get first",
+    Phase.RUNNING: "call get or wait first",
     Phase.LEASED: "release it first",
     Phase.ENDED: "call reset first",
     Phase.INTERRUPTED: "call reset first",

@@ -591,7 +591,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
                 batcher.get(blocking)
         batcher.execute()
         for call in (batcher.execute, lambda: batcher.update(1.0)):
-            with pytest.raises(StateError, match="a rollout is under way, call get first"):
+            with pytest.raises(StateError, match="a rollout is under way, call get or wait first"):
                 call()
         trajectories, n = batcher.get()
     assert (trajectories.lengths.tolist(), n) == ([2, 2], 2)

@@ -207,7 +207,7 @@ def test_when_it_may_be_asked_for():
         state = batcher.state_dict()
         batcher.reset()
         batcher.execute()
-        with pytest.raises(StateError, match="^load_state_dict: a rollout is under way, call get first$"):
+        with pytest.raises(StateError, match="^load_state_dict: a rollout is under way, call get or wait first$"):
             batcher.load_state_dict(state)
         assert same(batcher.state_dict() | {"workers": 0}, state | {"workers": 0})
         with batcher.lease(), pytest.raises(StateError, match="^load_state_dict: a rollout is leased"):

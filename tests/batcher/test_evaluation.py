@@ -179,7 +179,7 @@ def test_it_comes_between_rollouts():
             batcher.evaluate(1, 0)
         batcher.reset()
         batcher.execute()
-        with pytest.raises(StateError, match="^evaluate: a rollout is under way, call get first$"):
+        with pytest.raises(StateError, match="^evaluate: a rollout is under way, call get or wait first$"):
             batcher.evaluate(1, 0)
         assert batcher.get()[1] == 4
 

@@ -552,7 +552,7 @@ def test_one_batcher_at_a_time_feeds_a_memory_and_not_in_the_middle_of_a_rollout
     counts.feed(memory)
     counts.reset()
     counts.execute()
-    with pytest.raises(StateError, match="feed: a rollout is under way, call get first"):
+    with pytest.raises(StateError, match="feed: a rollout is under way, call get or wait first"):
         counts.feed(memory)
     counts.wait()
     assert len(memory) == 2 * T

@@ -56,7 +56,7 @@ def test_nothing_is_restored_while_a_rollout_is_under_way(saved):
         batcher.reset()
         batcher.execute()
         checkpoint = Checkpoint(saved, batcher=batcher, model=model, rng=False)
-        with pytest.raises(StateError, match="a rollout is under way, call get first"):
+        with pytest.raises(StateError, match="a rollout is under way, call get or wait first"):
             checkpoint.restore()
         assert model.weight.item() == 2.0
         batcher.get()
@@ -85,7 +85,7 @@ def test_nothing_is_saved_while_a_rollout_is_under_way_or_leased(exact, tmp_path
         checkpoint = Checkpoint(tmp_path, batcher=batcher, exact=exact)
         batcher.reset()
         batcher.execute()
-        with pytest.raises(StateError, match="save: a rollout is under way, call get first"):
+        with pytest.raises(StateError, match="save: a rollout is under way, call get or wait first"):
             checkpoint.save(1)
         with batcher.lease(), pytest.raises(StateError, match="save: a rollout is leased, release it first"):
             checkpoint.save(1)
