@@ -216,8 +216,7 @@ class RL_Batcher(BatcherBase):
         to each rollout, call `execute` and `get` instead.
 
         Args:
-            n_steps: a number of steps of all environments together; the loop ends after the rollout that reaches it.
-                None for no end.
+            n_steps: the steps of all environments together after which no new rollout begins; None for no end.
 
         Raises:
             SpecError, TypeError: `n_steps` is not an int above 0.
