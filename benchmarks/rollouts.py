@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RandomAgent, RL_Agent, RL_Batcher, VecEnv
-from workers import WorkerPool
-from workers.process import BARE
+from rlstructs.workers import WorkerPool
+from rlstructs.workers.process import BARE
 
 Run = Callable[[float], float]  # seconds -> steps/s
 CHEETAHS = Path(__file__).parent.parent / "examples/mujoco_rollout.py"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rlstructs.public_names import export_lazily
+from rlstructs.workers.public_names import export_lazily
 
 if sys.platform == "win32":
     raise ImportError("rlstructs needs POSIX shared memory and signals: it runs on Linux (and macOS), not on Windows")

@@ -10,11 +10,11 @@ from rlstructs.checks import check_methods
 from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.torch import as_device
-from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

@@ -21,12 +21,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
-    from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+    from rlstructs.workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
 
-# The names that `workers.errors` defines. It is imported when one of them is asked for, as it loads multiprocessing.
+# The names that `rlstructs.workers.errors` defines, which loads multiprocessing: imported when one is asked for.
 _OF_WORKERS = ("OutOfMemoryError", "RemoteTraceback", "WorkerCrashed", "WorkerError", "WorkerTimeout")
 
 __all__ = [
@@ -88,4 +88,4 @@ if not TYPE_CHECKING:
     def __getattr__(name):
         if name not in _OF_WORKERS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("workers.errors"), name)
+        return getattr(importlib.import_module("rlstructs.workers.errors"), name)

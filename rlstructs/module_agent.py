@@ -13,12 +13,12 @@ from torch.distributions import Bernoulli, Categorical, Distribution
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.spaces import list_leaves
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.shared.module_state import copy_plain
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import show
-from workers.failures import add_note
+from rlstructs.workers.failures import add_note
+from rlstructs.workers.public_names import set_module
 
 SUPPORTED = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

@@ -18,9 +18,9 @@ from rlstructs.agent import RL_Agent
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.spaces import Leaf, list_leaves
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.workers.public_names import set_module
 
 logger = logging.getLogger("rlstructs")
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher, SharedVectorEnv
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 
 
 class Level(enum.IntEnum):

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parent.parent
 # What a package, or a module at the root of `rlstructs`, may import: itself, and what stands on a line above its own.
 ORDER = """
 workers
-public_names
 errors
 checks copying debug
 frameworks worker_setup
@@ -41,8 +40,10 @@ HEAVY = ("torch", "numpy", "gymnasium", "jax", "warp", "h5py", "tensordict", "ma
 
 def modules():
     """Module name -> file, of the library."""
-    files = [file for package in ("workers", "rlstructs") for file in (ROOT / package).rglob("*.py")]
-    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    # The link to `workers` is not followed.
+    files = {file: file.relative_to(ROOT) for file in (ROOT / "rlstructs").rglob("*.py")}
+    files |= {file: "rlstructs" / file.relative_to(ROOT) for file in (ROOT / "workers").rglob("*.py")}
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): file for file, path in files.items()}
     assert len(names) > 20
     return names
 
@@ -75,9 +76,9 @@ def with_parents(name):
 
 
 def package(name):
-    """The package of a module: `workers`, or what stands behind `rlstructs.`; None for `rlstructs` itself."""
+    """The package of a module: what stands behind `rlstructs.`; None for `rlstructs` itself."""
     parts = name.split(".")
-    return parts[0] if parts[0] == "workers" else (parts[1] if len(parts) > 1 else None)
+    return parts[1] if len(parts) > 1 else None
 
 
 def is_package(name, names):
@@ -159,7 +160,7 @@ def test_modules_import_each_other_in_no_circle():
     names = modules()
     graph = {name: imports(file, names, only_at_run_time=True) & set(names) - {name} for name, file in names.items()}
     # A package's __init__ imports nothing of ours but this, so what reaches it on the way down reaches nothing else.
-    light = {"workers", "workers.public_names", "rlstructs", "rlstructs.public_names"}
+    light = {"rlstructs", "rlstructs.workers", "rlstructs.workers.public_names"}
     for name in names:
         if is_package(name, names) or name in light:
             assert graph[name] <= light, f"{name} imports {graph[name]}"
@@ -171,7 +172,9 @@ def test_workers_imports_the_standard_library_and_cloudpickle():
     names = modules()
     for name, file in names.items():
         if package(name) == "workers":
-            roots = {target.split(".")[0] for target in imports(file, names)} - {"workers"}
+            found = imports(file, names)
+            assert {package(target) for target in found & set(names)} <= {None, "workers"}, name
+            roots = {target.split(".")[0] for target in found} - {"rlstructs"}
             assert roots <= sys.stdlib_module_names | ALLOWED_BELOW["workers"], name
 
 
@@ -185,7 +188,7 @@ def loaded_by(statement, modules=HEAVY):
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [
-        ("import workers.pool, workers.loop, workers.preload", set()),
+        ("from rlstructs.workers import pool, loop, preload", set()),
         ("import rlstructs", set()),
         ("from rlstructs import DictTensor, TemporalDictTensor, Trajectories", {"torch", "numpy"}),
         ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),
@@ -204,23 +207,51 @@ def test_only_what_is_needed_is_loaded(statement, loaded):
     assert loaded_by(statement) == loaded
 
 
-PROCESS_MACHINERY = ("multiprocessing", "cloudpickle", "workers.errors", "workers.start", "workers.pool")
+PROCESS_MACHINERY = ("multiprocessing", "cloudpickle", *(f"rlstructs.workers.{room}" for room in ("errors", "start", "pool")))
 
 
 @pytest.mark.parametrize("module", ["rlstructs.errors", "rlstructs.checks"])
 def test_errors_and_checks_load_nothing_that_starts_processes(module):
     assert loaded_by(f"import {module}", PROCESS_MACHINERY) == set()
-    assert loaded_by("from rlstructs.errors import WorkerError", PROCESS_MACHINERY) >= {"workers.errors"}  # it can fail
+    loaded = loaded_by("from rlstructs.errors import WorkerError", PROCESS_MACHINERY)  # that the check can fail
+    assert "rlstructs.workers.errors" in loaded
 
 
-@pytest.mark.parametrize(
-    "statement", ["import rlstructs.errors", *(f"from rlstructs import {name}" for name in ("RL_Batcher", "Moments"))]
-)
-def test_another_package_called_workers_is_refused(tmp_path, statement):
-    (tmp_path / "workers.py").touch()
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; {statement}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert "ImportError: rlstructs needs its own package 'workers', but found" in done.stderr
+# A program's own `workers`: a file, a package, or a folder without an `__init__`.
+OWN_WORKERS = {"file": "workers.py", "package": "workers/__init__.py", "folder": "workers/of_the_user.py"}
+OWN_PROGRAM = """
+import gymnasium, {name}
+from rlstructs import RL_Batcher
+def make():
+    import {name}
+    env = gymnasium.make("CartPole-v1")
+    env.reset(options={{"low": {name}.LOW, "high": {name}.LOW}})
+    return gymnasium.wrappers.TransformObservation(env, lambda o: o * 0 + {name}.LOW, env.observation_space)
+for n_workers in (0, 1):
+    with RL_Batcher.make(make, None, n_envs=1, n_workers=n_workers, n_timesteps=1) as batcher:
+        batcher.reset(), batcher.execute()
+        print(batcher.get()[0].trajectories["observation/frame"].flatten().tolist())
+"""
+
+
+@pytest.mark.parametrize("kind", OWN_WORKERS)
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_program_may_have_its_own_workers(kind, start_method, tmp_path, subprocess_env):
+    file = tmp_path / OWN_WORKERS[kind]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("LOW = 0.25")
+    name = ".".join(Path(OWN_WORKERS[kind]).with_suffix("").parts).removesuffix(".__init__")
+    program = OWN_PROGRAM.format(name=name).replace("n_timesteps=1", f"n_timesteps=1, start_method={start_method!r}")
+    (tmp_path / "main.py").write_text(program)
+    command = [sys.executable, "-B", str(tmp_path / "main.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=subprocess_env)
+    assert (done.stdout, done.stderr) == ("[0.25, 0.25, 0.25, 0.25]\n" * 2, "")
+
+
+def test_ours_is_not_called_workers():
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import workers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert "ModuleNotFoundError: No module named 'workers'; that of rlstructs is 'rlstructs.workers'" in done.stderr
 
 
 # What torchrl and tianshou call it, and what it is called here.
@@ -235,8 +266,8 @@ ALIASES = {
     "TensorDictRoundRobinWriter": "RoundRobinWriter",
 }
 PACKAGES = [
-    "workers", "rlstructs", "rlstructs.distributed", "rlstructs.envs", "rlstructs.memories", "rlstructs.replay",
-    "rlstructs.returns", "rlstructs.testing",
+    "rlstructs", "rlstructs.distributed", "rlstructs.envs", "rlstructs.memories", "rlstructs.replay",
+    "rlstructs.returns", "rlstructs.testing", "rlstructs.workers",
 ]  # fmt: skip
 
 

@@ -22,11 +22,10 @@ import gymnasium
 from clusters import ray_cluster
 
 import rlstructs
-import workers
 from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher
 
 ROOT = Path(rlstructs.__file__).parent.parent
-FOLDERS = tuple(f"{Path(package.__file__).parent}/" for package in (rlstructs, workers))
+FOLDER, LINK = f"{ROOT}/rlstructs/", "rlstructs/workers/"  # the link leads to `workers/`
 PAUSE = 1.0  # seconds in which the workers finish: a trainer that waits would poll more or less often
 
 
@@ -41,13 +40,13 @@ class Walk:
     def __call__(self, frame, event, _):
         if event == "call":
             file = frame.f_code.co_filename
-            if file.startswith(FOLDERS):
+            if file.startswith(FOLDER):
                 self._go_to(file)
                 if file not in self.files:
                     self.files.append(file)
         elif event == "return":
             caller = frame.f_back
-            while caller is not None and not caller.f_code.co_filename.startswith(FOLDERS):
+            while caller is not None and not caller.f_code.co_filename.startswith(FOLDER):
                 caller = caller.f_back
             if caller is not None:
                 self._go_to(caller.f_code.co_filename)
@@ -57,7 +56,8 @@ class Walk:
         self._here = file
 
     def relative_files(self):
-        return [str(Path(file).relative_to(ROOT)) for file in self.files]
+        files = [str(Path(file).relative_to(ROOT)) for file in self.files]
+        return [file.removeprefix("rlstructs/") if file.startswith(LINK) else file for file in files]
 
 
 def create_env(n_envs, seed):

@@ -1,9 +1,10 @@
 """Runs jobs in worker processes that share memory; a job is any object that a factory builds.
 
-This package is not specific to reinforcement learning. It imports only the standard library and cloudpickle.
+This package is not specific to reinforcement learning. It imports only the standard library and cloudpickle. Its folder
+lies beside that of `rlstructs`, and is linked into it.
 
 Example:
-    >>> from workers import WorkerPool
+    >>> from rlstructs.workers import WorkerPool
     >>> class Counter:
     ...     def __init__(self, index):
     ...         self.total = 10 * index
@@ -19,16 +20,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.public_names import export_lazily
+from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from workers.arena import SharedArena
-    from workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
-    from workers.inline import InlinePool
-    from workers.pool import WorkerPool
-
-# rlstructs looks for this name, to tell this package from a user's own `workers.py`.
-__rlstructs_workers__ = True
+    from rlstructs.workers.arena import SharedArena
+    from rlstructs.workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
+    from rlstructs.workers.inline import InlinePool
+    from rlstructs.workers.pool import WorkerPool
 
 _EXPORTS = {
     "InlinePool": "inline",
@@ -52,5 +50,21 @@ __all__ = [
     "WorkerTimeout",
 ]
 
-if not TYPE_CHECKING:
+if __name__ == "workers":
+    # Found through a clone's folder on `sys.path`: the name belongs to whatever else on the path is called so.
+    import importlib.machinery
+    import importlib.util
+    import os
+    import sys
+
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    spec = importlib.machinery.PathFinder.find_spec(
+        __name__, [folder for folder in sys.path if os.path.realpath(folder) != root]
+    )
+    if spec is None:
+        raise ModuleNotFoundError("No module named 'workers'; that of rlstructs is 'rlstructs.workers'", name=__name__)
+    sys.modules[__name__] = importlib.util.module_from_spec(spec)
+    if spec.loader is not None:
+        spec.loader.exec_module(sys.modules[__name__])
+elif not TYPE_CHECKING:
     __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)

@@ -14,14 +14,14 @@ import os
 import secrets
 from collections.abc import Iterator
 
-from workers.descriptors import Descriptor
-from workers.errors import OutOfMemoryError
-from workers.interrupts import defer_interrupt
-from workers.limits import available_bytes
-from workers.public_names import set_module
+from rlstructs.workers.descriptors import Descriptor
+from rlstructs.workers.errors import OutOfMemoryError
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.limits import available_bytes
+from rlstructs.workers.public_names import set_module
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class SharedArena:
     """Memory that this process shares with the workers it was passed to.
 

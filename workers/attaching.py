@@ -13,10 +13,10 @@ from typing import Any
 
 import cloudpickle
 
-from workers import pickling
-from workers.arena import SharedArena
-from workers.descriptors import Descriptor
-from workers.errors import WorkerError
+from rlstructs.workers import pickling
+from rlstructs.workers.arena import SharedArena
+from rlstructs.workers.descriptors import Descriptor
+from rlstructs.workers.errors import WorkerError
 
 
 def pack(thing: Any) -> bytes:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workers import messages, pickling
-from workers.messages import MESSAGE_LENGTH as LENGTH
+from rlstructs.workers import messages, pickling
+from rlstructs.workers.messages import MESSAGE_LENGTH as LENGTH
 
 # The most bytes that one call reads, and the bytes that it allocates: LARGE for a message that is known to be long,
 # SMALL for all others, because most are short.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
-from workers.errors import WorkerError
-from workers.interrupts import defer_interrupt
+from rlstructs.workers.errors import WorkerError
+from rlstructs.workers.interrupts import defer_interrupt
 
 # Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd. The
 # second number is how many more it needs while the last worker starts, for the fork server, too.

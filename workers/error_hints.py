@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bdb
 
-from workers.failures import add_note
-from workers.main_module import explain_left_out
+from rlstructs.workers.failures import add_note
+from rlstructs.workers.main_module import explain_left_out
 
 NO_TERMINAL = (
     "a worker has no terminal: debug in the main process, with n_processes=0 of a batcher or n_workers=0 of a "

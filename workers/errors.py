@@ -13,10 +13,10 @@ import multiprocessing
 import os
 import signal
 
-from workers.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class WorkerError(RuntimeError):
     """A worker failed and its own exception could not be sent.
 
@@ -32,7 +32,7 @@ class WorkerError(RuntimeError):
         return type(self), (str(self), self.worker_index)
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class WorkerCrashed(WorkerError):
     """A worker process is gone.
 
@@ -48,12 +48,12 @@ class WorkerCrashed(WorkerError):
         return type(self), (str(self), self.worker_index, self.exitcode)
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class WorkerTimeout(WorkerError, TimeoutError, multiprocessing.TimeoutError):
     """A worker did not reply within the deadline."""  # gymnasium's AsyncVectorEnv raises multiprocessing's
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class RemoteTraceback(Exception):
     """The traceback of an exception in a worker; it is the `__cause__` of the exception that the parent raises.
 
@@ -111,6 +111,6 @@ def describe_exit(exitcode: int | None) -> str:
         return f"exit code {exitcode}"
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class OutOfMemoryError(MemoryError):
     """More shared memory was asked for than the machine or its control group has."""

@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from workers import messages, pickling
-from workers.channel import deadline_in
-from workers.errors import WorkerError, WorkerTimeout, strip_traceback
-from workers.failures import Failure
-from workers.futures import Future
-from workers.interrupts import defer_interrupt
-from workers.messages import Build, Call, Post, Result, State
-from workers.process import WorkerProcess
-from workers.settings.log_records import LogPipe
-from workers.watch import Watch
+from rlstructs.workers import messages, pickling
+from rlstructs.workers.channel import deadline_in
+from rlstructs.workers.errors import WorkerError, WorkerTimeout, strip_traceback
+from rlstructs.workers.failures import Failure
+from rlstructs.workers.futures import Future
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.messages import Build, Call, Post, Result, State
+from rlstructs.workers.process import WorkerProcess
+from rlstructs.workers.settings.log_records import LogPipe
+from rlstructs.workers.watch import Watch
 
 
 class Exchange:

@@ -8,8 +8,8 @@ import sys
 import traceback
 from typing import Any, NamedTuple
 
-from workers.errors import RemoteTraceback, WorkerError
-from workers.pickling import dumps, loads
+from rlstructs.workers.errors import RemoteTraceback, WorkerError
+from rlstructs.workers.pickling import dumps, loads
 
 # How the note begins that names the worker and the request.
 RAISED = "raised in worker "

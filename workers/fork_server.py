@@ -1,6 +1,7 @@
 """A fork server that imports from the trainer's path and reports why it did not start.
 
-It is the standard library's server; its command sets the import path and runs `workers.preload` before the loop.
+It is the standard library's server; its command sets the import path and runs `rlstructs.workers.preload` before
+the loop.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Sequence
 from functools import partial
 from multiprocessing import forkserver, process
 
-from workers import import_path
-from workers.errors import RemoteTraceback, describe_exit
-from workers.failures import Failure
-from workers.pickling import loads
-from workers.start_errors import StartError
+from rlstructs.workers import import_path
+from rlstructs.workers.errors import RemoteTraceback, describe_exit
+from rlstructs.workers.failures import Failure
+from rlstructs.workers.pickling import loads
+from rlstructs.workers.start_errors import StartError
 
 # Every pickle begins with this byte, and no module's name does.
 PICKLE = b"\x80"
@@ -42,7 +43,7 @@ class ForkServer(forkserver.ForkServer):
     def __init__(self, preload: Sequence[str]) -> None:
         super().__init__()
         self._preload = list(preload)
-        self.set_forkserver_preload([])  # `workers.preload` imports the modules instead
+        self.set_forkserver_preload([])  # `rlstructs.workers.preload` imports the modules instead
         self._report_fd: int | None = None  # the pipe through which it reports on its imports
         self._report = b""
 
@@ -161,5 +162,5 @@ def _reap_ended_servers() -> None:
 
 def _make_command(report: int, preload: list[str], command: str) -> str:
     return import_path.prepend_import_path(
-        f"from workers.preload import prepare; prepare({report}, {preload!a}); {command}"
+        f"from rlstructs.workers.preload import prepare; prepare({report}, {preload!a}); {command}"
     )

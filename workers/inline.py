@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from workers.futures import Future, gather_values
-from workers.interrupts import forget_last_interrupt
-from workers.loop import close_job
-from workers.public_names import set_module
+from rlstructs.workers.futures import Future, gather_values
+from rlstructs.workers.interrupts import forget_last_interrupt
+from rlstructs.workers.loop import close_job
+from rlstructs.workers.public_names import set_module
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class InlinePool:
     """Runs one job in this process, for debugging; its exceptions keep their own traceback.
 

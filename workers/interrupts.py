@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
-from workers import import_path
+from rlstructs.workers import import_path
 
 SIGINT = int(signal.SIGINT)
 _main_thread_id = threading.main_thread().ident

@@ -30,15 +30,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workers import failures, main_module, messages, pickling
-from workers.channel import Channel
-from workers.collector import uncollected_imports
-from workers.descriptors import Descriptor
-from workers.error_hints import add_hint
-from workers.settings import log_records
-from workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
-from workers.start_errors import suggest_next_step
-from workers.termination import leave_sigterm_to
+from rlstructs.workers import failures, main_module, messages, pickling
+from rlstructs.workers.channel import Channel
+from rlstructs.workers.collector import uncollected_imports
+from rlstructs.workers.descriptors import Descriptor
+from rlstructs.workers.error_hints import add_hint
+from rlstructs.workers.settings import log_records
+from rlstructs.workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
+from rlstructs.workers.start_errors import suggest_next_step
+from rlstructs.workers.termination import leave_sigterm_to
 
 # Set to 1 in each worker: W workers with a thread per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from workers.pickling import Unpickler
+from rlstructs.workers.pickling import Unpickler
 
 # The second name of the main module in processes that multiprocessing spawns.
 SPAWNED_MAIN = "__mp_main__"

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
-from workers.descriptors import check_enough
-from workers.errors import WorkerError, check_owner, strip_traceback
-from workers.exchange import Exchange
-from workers.futures import Future, gather_values
-from workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
-from workers.messages import Build, Call, Close, Post, State
-from workers.process import WorkerProcess, end_all
-from workers.public_names import set_module
-from workers.script_pickling import make_build_request
-from workers.settings.log_records import LogPipe
-from workers.start import default_start_method
+from rlstructs.workers.descriptors import check_enough
+from rlstructs.workers.errors import WorkerError, check_owner, strip_traceback
+from rlstructs.workers.exchange import Exchange
+from rlstructs.workers.futures import Future, gather_values
+from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt, forget_last_interrupt
+from rlstructs.workers.messages import Build, Call, Close, Post, State
+from rlstructs.workers.process import WorkerProcess, end_all
+from rlstructs.workers.public_names import set_module
+from rlstructs.workers.script_pickling import make_build_request
+from rlstructs.workers.settings.log_records import LogPipe
+from rlstructs.workers.start import default_start_method
 
 # Seconds that workers get to close their jobs.
 CLOSE_DELAY = 3.0
@@ -41,7 +41,7 @@ def _end_left(workers: list[WorkerProcess], log: LogPipe) -> None:
         log.close()
 
 
-@set_module("workers")
+@set_module("rlstructs.workers")
 class WorkerPool:
     """Worker processes, each with one job.
 

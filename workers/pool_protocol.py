@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from workers.futures import Future
+from rlstructs.workers.futures import Future
 
 
 class Pool(Protocol):

@@ -14,11 +14,11 @@ import warnings
 from multiprocessing import forkserver
 from typing import Any
 
-from workers import loop
-from workers.collector import uncollected_imports
-from workers.failures import Failure
-from workers.pickling import dumps
-from workers.termination import leave_sigterm_to
+from rlstructs.workers import loop
+from rlstructs.workers.collector import uncollected_imports
+from rlstructs.workers.failures import Failure
+from rlstructs.workers.pickling import dumps
+from rlstructs.workers.termination import leave_sigterm_to
 
 # Ends the name of each module in the server's report.
 NAME_END = b"\0"

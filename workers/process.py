@@ -10,15 +10,15 @@ import time
 from collections import deque
 from typing import Any
 
-from workers import interrupts, loop, messages, pickling, start
-from workers.channel import Channel, milliseconds_until
-from workers.descriptors import Descriptor
-from workers.errors import WorkerCrashed, WorkerError, WorkerTimeout, describe_exit, strip_traceback
-from workers.failures import Failure
-from workers.futures import Future
-from workers.messages import State
-from workers.settings.log_records import LogPipe
-from workers.start_errors import StartError, suggest_next_step
+from rlstructs.workers import interrupts, loop, messages, pickling, start
+from rlstructs.workers.channel import Channel, milliseconds_until
+from rlstructs.workers.descriptors import Descriptor
+from rlstructs.workers.errors import WorkerCrashed, WorkerError, WorkerTimeout, describe_exit, strip_traceback
+from rlstructs.workers.failures import Failure
+from rlstructs.workers.futures import Future
+from rlstructs.workers.messages import State
+from rlstructs.workers.settings.log_records import LogPipe
+from rlstructs.workers.start_errors import StartError, suggest_next_step
 
 # Seconds to wait for an exit code: a fork server sends it a little after the pipe has ended.
 EXIT_CODE_DELAY = 1.0

@@ -20,11 +20,11 @@ from typing import Any
 
 import cloudpickle
 
-from workers import main_module
-from workers.main_module import SPAWNED_MAIN, Entry, MainModule, Script, get_namespace
-from workers.messages import Build
-from workers.settings import log_records
-from workers.settings.process_settings import SETTINGS, read_settings
+from rlstructs.workers import main_module
+from rlstructs.workers.main_module import SPAWNED_MAIN, Entry, MainModule, Script, get_namespace
+from rlstructs.workers.messages import Build
+from rlstructs.workers.settings import log_records
+from rlstructs.workers.settings.process_settings import SETTINGS, read_settings
 
 # cloudpickle's implementation module: the methods that `_Pickler` overrides are private, too.
 _cloudpickle = importlib.import_module("cloudpickle.cloudpickle")
@@ -36,7 +36,7 @@ MODULE_ATTRIBUTES = ("__name__", "__file__", "__doc__", "__package__")
 MAIN_MODULES = ("__main__", SPAWNED_MAIN)
 # Packages whose objects are plain data that can be sent if it is small.
 DATA_PACKAGES = sys.stdlib_module_names - {"multiprocessing", "asyncio", "socket"}
-DATA_PACKAGES |= {"numpy", "torch", "gymnasium", "cloudpickle", "workers", *MAIN_MODULES}
+DATA_PACKAGES |= {"numpy", "torch", "gymnasium", "cloudpickle", *MAIN_MODULES}
 # Types whose equal values are interchangeable: it does not matter whether two names share one object.
 INTERCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, types.ModuleType)
 

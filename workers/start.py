@@ -30,11 +30,11 @@ from multiprocessing import (
 )
 from typing import Any
 
-from workers import import_path
-from workers.channel import deadline_in, milliseconds_until
-from workers.fork_server import ForkServer
-from workers.interrupts import defer_interrupt
-from workers.start_errors import StartError
+from rlstructs.workers import import_path
+from rlstructs.workers.channel import deadline_in, milliseconds_until
+from rlstructs.workers.fork_server import ForkServer
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.start_errors import StartError
 
 # Milliseconds between two looks for a Ctrl-C while a fork server does not answer.
 SIGINT_DELAY = 100.0

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from multiprocessing import util
 
-from workers.channel import milliseconds_until
-from workers.errors import WorkerError, check_owner
-from workers.interrupts import defer_interrupt
-from workers.process import WorkerProcess
-from workers.settings.log_records import LogPipe
+from rlstructs.workers.channel import milliseconds_until
+from rlstructs.workers.errors import WorkerError, check_owner
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.process import WorkerProcess
+from rlstructs.workers.settings.log_records import LogPipe
 
 
 class Watch:

@@ -47,13 +47,13 @@ from rlstructs.batcher.rollouts import run_rollouts
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import find_device
-from rlstructs.public_names import set_module
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import draw_seed
 from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers.interrupts import defer_first_interrupt
+from rlstructs.workers.interrupts import defer_first_interrupt
+from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec

@@ -16,7 +16,7 @@ from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.errors import StateError
 from rlstructs.shared.reading import specs_of_steps
 from rlstructs.structures.trajectories import Trajectories
-from workers.interrupts import defer_interrupt, forget_last_interrupt
+from rlstructs.workers.interrupts import defer_interrupt, forget_last_interrupt
 
 L = TypeVar("L", bound=BaseLease)
 GiveBack = Callable[[], None]

@@ -28,11 +28,11 @@ from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers import SharedArena
-from workers.attaching import pack
-from workers.futures import Future
-from workers.interrupts import defer_interrupt
-from workers.pool_protocol import Pool
+from rlstructs.workers import SharedArena
+from rlstructs.workers.attaching import pack
+from rlstructs.workers.futures import Future
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.pool_protocol import Pool
 
 
 class Outbox(Protocol):

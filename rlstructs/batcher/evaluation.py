@@ -12,7 +12,7 @@ from rlstructs.batcher.supervisor import MAX_ATTEMPTS, Supervisor
 from rlstructs.errors import SpecError
 from rlstructs.rollout.evaluation import quotas
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.errors import is_gone
+from rlstructs.workers.errors import is_gone
 
 
 def evaluate(

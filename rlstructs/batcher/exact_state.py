@@ -21,8 +21,8 @@ from rlstructs.episodes import EpisodeTracker
 from rlstructs.moments import Moments
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.errors import is_gone
-from workers.futures import Future, find_failures, gather_values
+from rlstructs.workers.errors import is_gone
+from rlstructs.workers.futures import Future, find_failures, gather_values
 
 
 class OrderState(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 
 from rlstructs.errors import StateError
-from rlstructs.public_names import set_module
 from rlstructs.shared.loan import Loan
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import missing_key_error
-from workers.interrupts import defer_interrupt
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.public_names import set_module
 
 L = TypeVar("L", bound="BaseLease")
 

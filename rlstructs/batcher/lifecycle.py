@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from rlstructs.errors import ClosedError, StateError
-from workers.errors import check_owner
+from rlstructs.workers.errors import check_owner
 
 logger = logging.getLogger("rlstructs")
 

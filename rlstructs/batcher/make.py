@@ -17,7 +17,7 @@ from rlstructs.envs.registry import env_factory
 from rlstructs.errors import SpecError
 from rlstructs.rollout.makers import Makers
 from rlstructs.shared.module_state import copy_plain
-from workers.limits import n_cores
+from rlstructs.workers.limits import n_cores
 
 # Arguments of the constructor that `make` sets, and from which of its own.
 SET = {"create_env": "env", "create_agent": "agent", "agent_args": "agent", "n_processes": "n_workers", "seeds": "seed"}

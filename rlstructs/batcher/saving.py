@@ -12,7 +12,7 @@ from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.errors import SpecError
-from workers.interrupts import defer_first_interrupt
+from rlstructs.workers.interrupts import defer_first_interrupt
 
 # The phases in which an exact state can be taken.
 EXACT_PHASES = Phase.NEW, Phase.READY, Phase.RUNNING, Phase.LEASED, Phase.ENDED

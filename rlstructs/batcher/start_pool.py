@@ -9,9 +9,9 @@ from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.worker_setup.setup import WorkerSetup
-from workers import InlinePool, SharedArena, WorkerPool
-from workers.pickle_errors import explain_pickle_error
-from workers.pool_protocol import Pool
+from rlstructs.workers import InlinePool, SharedArena, WorkerPool
+from rlstructs.workers.pickle_errors import explain_pickle_error
+from rlstructs.workers.pool_protocol import Pool
 
 # The modules that the fork server imports before it forks workers.
 PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")

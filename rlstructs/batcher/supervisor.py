@@ -20,10 +20,10 @@ from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.shared.slot_buffers import SlotBuffers
-from workers import WorkerError
-from workers.futures import Future, find_failures, gather_values
-from workers.interrupts import defer_first_interrupt, defer_interrupt
-from workers.pool_protocol import Pool
+from rlstructs.workers import WorkerError
+from rlstructs.workers.futures import Future, find_failures, gather_values
+from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt
+from rlstructs.workers.pool_protocol import Pool
 
 logger = logging.getLogger("rlstructs")
 

@@ -15,7 +15,7 @@ from rlstructs.checkpoints.manifest import read_identity, read_manifest, write_m
 from rlstructs.checkpoints.preemption import Preemption
 from rlstructs.checks import check_count
 from rlstructs.errors import FileError, SpecError, StateError
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
     from rlstructs.checkpoints.parts import Part, Restore

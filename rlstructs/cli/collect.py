@@ -22,8 +22,8 @@ from rlstructs.rollout.makers import Makers
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.rollout_files import RolloutFolder
 from rlstructs.structures.trajectories import Trajectories
-from workers.interrupts import defer_interrupt
-from workers.limits import available_bytes
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.limits import available_bytes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlstructs import __version__
 from rlstructs.errors import OutOfMemoryError, RemoteTraceback, RLError, SpecError, WorkerError
-from workers.limits import n_cores
+from rlstructs.workers.limits import n_cores
 
 if TYPE_CHECKING:
     from rlstructs.cli.collect import Collected, Settings

@@ -8,8 +8,8 @@ import platform
 from collections.abc import Iterator
 
 from rlstructs import __version__
-from workers.limits import available_bytes, n_cores
-from workers.start import default_start_method
+from rlstructs.workers.limits import available_bytes, n_cores
+from rlstructs.workers.start import default_start_method
 
 PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib", "ray", "minari")
 

@@ -21,7 +21,7 @@ from rlstructs.cli.collect import Settings, make_batcher
 from rlstructs.seeding import environment_seeds
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 
 # The first choice; then other values are tried one by one, with the best choice so far.
 N_ENVS, N_TIMESTEPS = 16, 128

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlstructs.public_names import export_lazily
+from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.distributed.batcher import RayBatcher

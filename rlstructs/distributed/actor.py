@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workers import pickling
-from workers.collector import uncollected_imports
-from workers.errors import RemoteTraceback, WorkerError
-from workers.failures import RAISED, Failure
-from workers.messages import Call
+from rlstructs.workers import pickling
+from rlstructs.workers.collector import uncollected_imports
+from rlstructs.workers.errors import RemoteTraceback, WorkerError
+from rlstructs.workers.failures import RAISED, Failure
+from rlstructs.workers.messages import Call
 
 BUILD = "build"
 # The concurrency group of calls that do not wait for others.

@@ -31,10 +31,10 @@ from rlstructs.distributed.lease import PartsLease
 from rlstructs.distributed.node_parts import NodePartsBatch
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

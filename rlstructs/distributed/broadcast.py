@@ -7,7 +7,7 @@ from typing import Any
 
 from rlstructs.distributed import cluster
 from rlstructs.shared.weights import Parcel
-from workers.futures import Future
+from rlstructs.workers.futures import Future
 
 
 class Broadcast:

@@ -20,10 +20,10 @@ from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.library_settings import read_libraries
-from workers import pickling
-from workers.pickle_errors import explain_pickle_error
-from workers.script_pickling import PickledWithScript
-from workers.settings.process_settings import SETTINGS, read_settings
+from rlstructs.workers import pickling
+from rlstructs.workers.pickle_errors import explain_pickle_error
+from rlstructs.workers.script_pickling import PickledWithScript
+from rlstructs.workers.settings.process_settings import SETTINGS, read_settings
 
 
 def start_ray_engine(

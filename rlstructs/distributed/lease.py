@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rlstructs.batcher.lease import BaseLease
 from rlstructs.distributed.node_parts import Part
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

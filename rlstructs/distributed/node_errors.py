@@ -6,7 +6,7 @@ from rlstructs.distributed import cluster
 from rlstructs.distributed.actor import NodeFailure
 from rlstructs.distributed.node_handle import Node
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError
-from workers import failures
+from rlstructs.workers import failures
 
 
 def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:

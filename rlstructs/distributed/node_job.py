@@ -31,8 +31,8 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.library_settings import write_libraries
 from rlstructs.worker_setup.registry import Registered
-from workers import pickling
-from workers.settings.process_settings import SETTINGS, write_settings
+from rlstructs.workers import pickling
+from rlstructs.workers.settings.process_settings import SETTINGS, write_settings
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from rlstructs.batcher.batch import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
-from rlstructs.public_names import set_module
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
@@ -24,6 +23,7 @@ from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.distributed")

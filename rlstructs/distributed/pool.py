@@ -16,12 +16,12 @@ from rlstructs.distributed.cluster import Placement
 from rlstructs.distributed.node_errors import make_crash_error, make_job_error, make_loss_error
 from rlstructs.distributed.node_handle import Bell, Node, Request, wait_for_ring
 from rlstructs.errors import WorkerCrashed, WorkerError, WorkerTimeout
-from workers import pickling
-from workers.errors import strip_traceback
-from workers.futures import Future, gather_values
-from workers.import_path import get_import_path
-from workers.interrupts import defer_interrupt, forget_last_interrupt
-from workers.messages import Call
+from rlstructs.workers import pickling
+from rlstructs.workers.errors import strip_traceback
+from rlstructs.workers.futures import Future, gather_values
+from rlstructs.workers.import_path import get_import_path
+from rlstructs.workers.interrupts import defer_interrupt, forget_last_interrupt
+from rlstructs.workers.messages import Call
 
 logger = logging.getLogger("rlstructs")
 

@@ -26,7 +26,6 @@ from rlstructs.distributed.replay_feed import ReplayFeed
 from rlstructs.distributed.shard import DATA, INDEX, LEAF, Dtypes, ShardSettings, columns_of
 from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.expand import AVOID_ENDS
 from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
@@ -36,9 +35,10 @@ from rlstructs.replay.widening import cast
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from workers import pickling
-from workers.futures import Future
-from workers.interrupts import defer_interrupt
+from rlstructs.workers import pickling
+from rlstructs.workers.futures import Future
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.public_names import set_module
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
 WEIGHT = "weight"

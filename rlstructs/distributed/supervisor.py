@@ -14,7 +14,7 @@ from rlstructs.distributed.node_state import NodeState
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
-from workers.futures import Future
+from rlstructs.workers.futures import Future
 
 # The counters of failures in the state of a worker, and the fields of a new clock.
 RESTARTS, LOST = "restarts", "lost_rollouts"

@@ -8,8 +8,8 @@ import torch
 
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import as_device
-from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from workers.failures import add_note
+from rlstructs.workers.failures import add_note
 
 STEP = ("observation", "reward", "terminated", "truncated", "info")
 RESET = ("observation", "info")

@@ -21,10 +21,10 @@ from rlstructs.envs.single_env import Episode, SingleEnv
 from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

@@ -22,10 +22,10 @@ from rlstructs.envs.shared_vector.arguments import check_autoreset_mode
 from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.seeding import environment_seeds, int32_seed
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.workers.public_names import set_module
 
 OUTCOME = ("reward", "terminated", "truncated")
 # Errors by which an environment may refuse a seed.

@@ -24,8 +24,8 @@ from rlstructs.envs.row_layout import RAW_REWARD, is_reserved
 from rlstructs.envs.scale import Scale
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.shared.packing import RECORD, Packing, Rows
+from rlstructs.workers.public_names import set_module
 
 # With this many keys or more, it is faster to build the arrays of all columns at once.
 MANY = 8

@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.workers.public_names import set_module
 
 # The `env_info` of a reset without options.
 NO_INFO = DictTensor()

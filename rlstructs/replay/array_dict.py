@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.replay import array_ops
 from rlstructs.replay.array_values import ArrayValues
 from rlstructs.replay.roles import is_info
+from rlstructs.workers.public_names import set_module
 
 A = TypeVar("A", bound="ArrayDict")
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlstructs.errors import OutOfMemoryError, SpecError
-from workers.arena import SharedArena
-from workers.limits import available_bytes
+from rlstructs.workers.arena import SharedArena
+from rlstructs.workers.limits import available_bytes
 
 __all__ = ["Backing", "Block", "Heap", "Shared", "available_bytes"]
 

@@ -9,12 +9,12 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.returns import in_torch
 from rlstructs.returns.inputs import Given, Weight
 from rlstructs.returns.launch import launch
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.returns")

@@ -35,10 +35,10 @@ from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
-from workers.arena import SharedArena
-from workers.attaching import attach
-from workers.loop import close_job
-from workers.process import BARE
+from rlstructs.workers.arena import SharedArena
+from rlstructs.workers.attaching import attach
+from rlstructs.workers.loop import close_job
+from rlstructs.workers.process import BARE
 
 
 @dataclass
@@ -119,7 +119,7 @@ class RolloutJob:
         """Makes later rollouts write their steps to a memory, too.
 
         Args:
-            packed: a `Feed`, or None for no memory, packed by `workers.attaching`.
+            packed: a `Feed`, or None for no memory, packed by `rlstructs.workers.attaching`.
         """
         self._feed = attach(packed)
 

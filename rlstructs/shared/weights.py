@@ -20,10 +20,10 @@ import cloudpickle
 import numpy as np
 import torch
 
-from workers.arena import SharedArena
-from workers.futures import Future
-from workers.interrupts import defer_interrupt
-from workers.pickling import Unpickler
+from rlstructs.workers.arena import SharedArena
+from rlstructs.workers.futures import Future
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.pickling import Unpickler
 
 # Bytes: every tensor starts at a multiple of this.
 ALIGNMENT = 64

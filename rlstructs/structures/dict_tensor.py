@@ -10,8 +10,8 @@ import torch
 
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
+from rlstructs.workers.public_names import set_module
 
 # More than any number of rows; torch refuses steps near 2**63.
 LARGEST_STEP = 1 << 40

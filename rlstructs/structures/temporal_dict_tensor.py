@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
 from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
+from rlstructs.workers.public_names import set_module
 
 LENGTHS = "lengths"
 

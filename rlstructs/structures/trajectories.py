@@ -10,10 +10,10 @@ import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.files.parts import list_parts
-from rlstructs.public_names import set_module
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import Structure, check_parts
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")

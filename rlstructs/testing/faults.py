@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 INIT, RESET, STEP, CLOSE = "init", "reset", "step", "close"
 PLACES = (INIT, RESET, STEP, CLOSE)

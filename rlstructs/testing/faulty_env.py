@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium import spaces
 
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
-from rlstructs.public_names import set_module
 from rlstructs.testing.faults import CLOSE, INIT, RESET, STEP, Damage, Fault
+from rlstructs.workers.public_names import set_module
 
 # Indexes of the numbers in an observation.
 ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlstructs.public_names import set_module
 from rlstructs.structures.arrays import as_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.testing.faulty_env import AT, CHECKSUM, ENV_INDEX, EPISODE, GENERATION, N_FIELDS, checksum_of
+from rlstructs.workers.public_names import set_module
 
 FIELDS = ("environment", "generation", "episode", "step")
 

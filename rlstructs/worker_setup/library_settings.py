@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from workers.settings.on_import import after_import
-from workers.settings.process_settings import Setting, Table, read_settings, write_settings
+from rlstructs.workers.settings.on_import import after_import
+from rlstructs.workers.settings.process_settings import Setting, Table, read_settings, write_settings
 
 # How float32 is multiplied: older names before newer ones, which exist from torch 2.9 on. Each follows from those
 # before it unless it is set itself, and torch refuses to set older ones where newer ones differ.

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from workers.pickling import dumps, loads
+from rlstructs.workers.pickling import dumps, loads
 
 # The fields of a spec that may be "module:attribute".
 ENTRY_POINTS = ("entry_point", "vector_entry_point")

@@ -11,8 +11,8 @@ from rlstructs.errors import SpecError
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.library_settings import read_libraries, write_libraries
 from rlstructs.worker_setup.registry import Registered
-from workers import start
-from workers.settings.on_import import after_import
+from rlstructs.workers import start
+from rlstructs.workers.settings.on_import import after_import
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from rlstructs import (
 )
 from rlstructs.batcher.batch import Batch
 from rlstructs.testing import Fault, create_faulty_envs
-from workers.pool import CLOSE_DELAY
-from workers.process import WorkerProcess
+from rlstructs.workers.pool import CLOSE_DELAY
+from rlstructs.workers.process import WorkerProcess
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -1101,16 +1101,6 @@ def test_a_script_needs_no_guard_and_keeps_its_own_classes(how, subprocess_env, 
     assert (done.stdout, done.stderr) == ("[[0, 0, 1, 0], [0, 0, 1, 0]]\nown True\n", "")
 
 
-def test_a_users_own_workers_module_is_named(subprocess_env, tmp_path):
-    (tmp_path / "workers.py").write_text("")
-    (tmp_path / "main.py").write_text("from rlstructs import RL_Batcher")
-    done = subprocess.run(
-        [sys.executable, "-B", str(tmp_path / "main.py")],  # a Python of its own: see `programs.py`
-        capture_output=True, env=subprocess_env, timeout=LIMIT, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1 and f"found '{tmp_path / 'workers.py'}' in its place" in done.stderr
-
-
 def runs(process):
     """Whether a process has not ended; the standard library's resource tracker is not ours to end."""
     try:
@@ -1122,7 +1112,7 @@ def runs(process):
 def held():
     """Processes, file descriptors, shared memory and objects of ours that this program has now."""
     gc.collect()
-    me, ours = psutil.Process(), ("workers.", "rlstructs.")
+    me, ours = psutil.Process(), "rlstructs."
     objects = Counter(kind for kind in map(kind_of, gc.get_objects()) if kind.startswith(ours))
     return len(me.children(recursive=True)), me.num_fds(), named_memory(me.pid), objects
 

@@ -16,7 +16,6 @@ from helpers import Count, count_batcher, rollout
 from processes import worker_pids
 
 import rlstructs.replay
-import workers
 from rlstructs import SharedVectorEnv, StateError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
@@ -107,10 +106,10 @@ def signalled(call, at):
 
     A real one, so that it comes later where it is blocked. Also whether there was such a line.
     """
-    lines, folders = itertools.count(1), tuple(package.__path__[0] for package in (rlstructs, workers))
+    lines, [folder] = itertools.count(1), rlstructs.__path__
 
     def trace(frame, event, _):
-        return trace_lines if frame.f_code.co_filename.startswith(folders) and not is_forgotten(frame) else None
+        return trace_lines if frame.f_code.co_filename.startswith(folder) and not is_forgotten(frame) else None
 
     def trace_lines(frame, event, _):
         if event == "line" and next(lines) == at:

@@ -34,7 +34,7 @@ from rlstructs import (
 )
 from rlstructs.seeding import EnvSeed, next_seed
 from rlstructs.testing import Fault, create_faulty_envs
-from workers.process import WorkerProcess
+from rlstructs.workers.process import WorkerProcess
 
 
 class Broken(Exception):
@@ -670,7 +670,7 @@ def test_a_close_while_a_successor_starts_leaves_no_worker(monkeypatch):
         closing.join(LIMIT)
         return worker
 
-    monkeypatch.setattr("workers.pool.WorkerProcess", closed_meanwhile)
+    monkeypatch.setattr("rlstructs.workers.pool.WorkerProcess", closed_meanwhile)
     os.kill(batcher._engine.pool.pids[0], signal.SIGKILL)
     with pytest.raises(ClosedError, match="closed meanwhile"):
         rollout(batcher)

@@ -55,9 +55,9 @@ from rlstructs.cli.command import main
 from rlstructs.distributed.actor import ASIDE, BUILD, NodeActor
 from rlstructs.distributed.supervisor import NodeRecord
 from rlstructs.rollout.progress import RolloutReply
-from workers import pickling
-from workers.futures import Future
-from workers.messages import Call
+from rlstructs.workers import pickling
+from rlstructs.workers.futures import Future
+from rlstructs.workers.messages import Call
 
 pytest.importorskip("ray", reason="ray is not installed: pip install ray")
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rlstructs.errors import SpecError
 from rlstructs.integrations import sb3
-from workers.limits import available_bytes
+from rlstructs.workers.limits import available_bytes
 
 pytestmark = pytest.mark.usefixtures("small_training")
 BOX = spaces.Box(-1, 1, (3,), np.float32)

@@ -17,7 +17,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rlstructs.integrations.sb3 import SharedVecEnv
-from workers import WorkerCrashed
+from rlstructs.workers import WorkerCrashed
 
 pytestmark = pytest.mark.usefixtures("small_training")
 BOX = spaces.Box(-1, 1, (3,), np.float32)

@@ -22,7 +22,7 @@ from walks import BOX, SPACES, SeededWalks, Walks, assert_same
 
 from rlstructs.errors import ClosedError, SpecError, StateError
 from rlstructs.integrations.tianshou import WorkerVectorEnv
-from workers import WorkerCrashed
+from rlstructs.workers import WorkerCrashed
 
 ACTIONS = {
     "discrete": spaces.Discrete(3),

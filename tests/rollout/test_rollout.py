@@ -40,7 +40,7 @@ from rlstructs.shared.slot_buffers import SlotBuffers
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
-from workers import SharedArena
+from rlstructs.workers import SharedArena
 
 NO_INFO = DictTensor()
 FLAGS = ("done", "terminated", "truncated", "initial_state")

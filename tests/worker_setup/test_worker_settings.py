@@ -24,8 +24,8 @@ from helpers import Count
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv
 from rlstructs.worker_setup.library_settings import TABLES, read_libraries
-from workers.settings.process_settings import read_settings, write_settings  # noqa: F401 - a program of a test uses it
-from workers.start import START_METHODS
+from rlstructs.workers.settings.process_settings import read_settings, write_settings  # noqa: F401 - a program of a test uses it
+from rlstructs.workers.start import START_METHODS
 
 
 class OwnWarning(UserWarning):

@@ -10,18 +10,18 @@ import zipfile
 
 import pytest
 
-from workers import WorkerCrashed, WorkerPool
+from rlstructs.workers import WorkerCrashed, WorkerPool
 
 METHODS = ["forkserver", "spawn", "fork"]
 # Of the standard library what multiprocessing imports, and what workers do; packages that are loaded before and later.
 NAMES = [
     "multiprocessing", "queue", "signal", "random", "socket", "pickle", "threading", "selectors", "tempfile", "bdb",
-    "struct", "warnings", "ctypes", "faulthandler", "torch", "numpy", "gymnasium", "cloudpickle", "workers",
+    "struct", "warnings", "ctypes", "faulthandler", "torch", "numpy", "gymnasium", "cloudpickle", "rlstructs",
 ]  # fmt: skip
 
 SURFACES = {
     "pool": """
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 class Job:
     def __init__(self, index):
         pass
@@ -118,7 +118,7 @@ def test_a_module_that_is_loaded_is_the_same_in_workers_though_the_path_has_chan
     text = SURFACES["pool"].replace("with WorkerPool", "import queue\nsys.path.insert(0, os.getcwd())\nwith WorkerPool")
     done = run([program(tmp_path, text), method], folder, subprocess_env)
     assert done.stdout.split() == ["True", "True"], done.stderr
-    assert not {"queue", "multiprocessing", "workers", "cloudpickle"} & set(executed(folder).split())
+    assert not {"queue", "multiprocessing", "rlstructs", "cloudpickle"} & set(executed(folder).split())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -132,7 +132,7 @@ def test_what_the_program_has_added_to_its_path_is_found(method, tmp_path, subpr
         archive.writestr("zipped.py", "value = 3")
     text = """
 import pathlib
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 sys.path[:0] = ["lib", str(pathlib.Path("packed.zip").resolve())]
 sys.path.append(pathlib.Path("no text"))
 import added, zipped
@@ -224,7 +224,7 @@ def test_a_worker_without_another_thread_says_what_to_do(tmp_path, monkeypatch):
 def test_without_a_temporary_folder_the_next_step_is_named(tmp_path, subprocess_env):
     text = """
 import tempfile
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 class Job:
     def __init__(self, index):
         pass
@@ -246,7 +246,7 @@ def test_a_folder_of_the_socket_that_was_removed_is_made_again(tmp_path, subproc
     text = """
 import shutil
 from multiprocessing import process
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 class Job:
     def __init__(self, index):
         pass

@@ -56,7 +56,7 @@ def test_in_a_process_that_multiprocessing_has_spawned(method, subprocess_env):
 
 PREAMBLE = """
 import pickle, sys, threading
-from workers import WorkerPool
+from rlstructs.workers import WorkerPool
 
 METHOD = sys.argv[1]
 

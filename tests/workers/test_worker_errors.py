@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher, SharedVectorEnv
-from workers import WorkerError, WorkerPool
+from rlstructs.workers import WorkerError, WorkerPool
 
 LOCK = threading.Lock()
 # Of Python 3.11 and newer.

@@ -17,8 +17,8 @@ from gymnasium import spaces
 from helpers import Count
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv, WorkerCrashed, WorkerTimeout
-from workers import WorkerPool
-from workers.start import START_METHODS
+from rlstructs.workers import WorkerPool
+from rlstructs.workers.start import START_METHODS
 
 
 class Logs(Count):
@@ -140,7 +140,7 @@ def test_a_worker_never_waits_for_a_trainer_that_does_not_read(start_method, cap
         pool.settle(asked)
         assert all(each.error is None for each in asked)
         pool.call("log", 1)
-    lost = [record.getMessage() for record in caplog.records if record.name == "workers"]
+    lost = [record.getMessage() for record in caplog.records if record.name == "rlstructs.workers"]
     found = messages_of(caplog)
     n_lost = sum(int(text.split()[0]) for text in lost)
     assert all(text.endswith("log records were dropped: they came faster than they were read") for text in lost)
@@ -191,7 +191,7 @@ def test_a_handler_that_raises_harms_no_batcher(caplog, capsys):
 
 PROGRAM = """
     import logging, sys
-    from workers import WorkerPool
+    from rlstructs.workers import WorkerPool
     from test_worker_logs import Job
 
     logging.basicConfig(format="trainer: %(name)s %(message)s", level="INFO", stream=sys.stdout)

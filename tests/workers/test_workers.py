@@ -19,7 +19,7 @@ import psutil
 import pytest
 from processes import LIMIT, Deadline, JumpingTime, exists, named_memory, wait_until_gone, worker_pids
 
-from workers import (
+from rlstructs.workers import (
     InlinePool,
     OutOfMemoryError,
     RemoteTraceback,
@@ -31,9 +31,9 @@ from workers import (
     arena,
     limits,
 )
-from workers.channel import Channel
-from workers.interrupts import defer_interrupt
-from workers.messages import Post
+from rlstructs.workers.channel import Channel
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.messages import Post
 
 # Seconds. Only reached when something hangs.
 
@@ -327,7 +327,7 @@ def test_a_deadline_may_pass_between_any_two_looks_at_the_clock(monkeypatch, n):
         clock = JumpingTime(n)
         with monkeypatch.context() as patch:
             for name in ("exchange", "watch", "channel", "process"):
-                patch.setattr(f"workers.{name}.time", clock)
+                patch.setattr(f"rlstructs.workers.{name}.time", clock)
             pool.settle(asked)
         assert isinstance(asked[1].error, WorkerTimeout)
         pool.kill()
@@ -754,7 +754,7 @@ def test_the_control_groups_quota_of_cores_counts(tmp_path, line, files, unlimit
 def test_a_sandbox_without_descriptors_of_processes_is_enough(subprocess_env):
     text = textwrap.dedent("""
         import os
-        from workers import WorkerPool
+        from rlstructs.workers import WorkerPool
 
         def refuse(pid):
             raise PermissionError(1, "not permitted")

@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from workers import pickling
-from workers.descriptors import Descriptor
-from workers.settings.log_settings import list_loggers, name_class
+from rlstructs.workers import pickling
+from rlstructs.workers.descriptors import Descriptor
+from rlstructs.workers.settings.log_settings import list_loggers, name_class
 
 # The header of each chunk: the pid of its process, the number of bytes that follow, whether they end a record.
 HEADER = struct.Struct("!IH?")
@@ -38,7 +38,7 @@ MAX_WAITING_BYTES = 1 << 20
 # The most reads of one `read_all`, because other processes may go on writing.
 MAX_READS = 64
 
-logger = logging.getLogger("workers")
+logger = logging.getLogger("rlstructs.workers")
 
 # In a worker: the handler that sends its records, the handlers that its parent has, and those that `init_worker` added.
 _sender: Sender | None = None

@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from workers import pickling
-from workers.settings import log_records, log_settings, warning_filters
+from rlstructs.workers import pickling
+from rlstructs.workers.settings import log_records, log_settings, warning_filters
 
-logger = logging.getLogger("workers")
+logger = logging.getLogger("rlstructs.workers")
 
 
 class Setting(NamedTuple):

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from workers import pickling
-from workers.settings.on_import import after_import
+from rlstructs.workers import pickling
+from rlstructs.workers.settings.on_import import after_import
 
 
 class CategoryName(NamedTuple):

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.worker_setup.setup import check_start_method
-from workers.limits import n_cores
+from rlstructs.workers.limits import n_cores
 
 RESET_MASK = "reset_mask"
 SAME, DIFFERENT = "same", "different"

@@ -9,7 +9,7 @@ from typing import TypeVar
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rlstructs.errors import ClosedError, StateError, WorkerTimeout
-from workers.interrupts import defer_first_interrupt
+from rlstructs.workers.interrupts import defer_first_interrupt
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from rlstructs.envs.shared_vector.columns import Columns
 from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request
 from rlstructs.envs.shared_vector.step_results import Outcome
 from rlstructs.errors import SpecError, StateError
-from workers.interrupts import defer_interrupt
+from rlstructs.workers.interrupts import defer_interrupt
 
 # Seeds, options and mask of a reset.
 ResetArguments = tuple[list[int | None], dict[str, Any] | None, np.ndarray | None]

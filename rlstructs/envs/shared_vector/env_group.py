@@ -20,7 +20,7 @@ from rlstructs.envs.shared_vector.columns import Columns
 from rlstructs.envs.shared_vector.step_results import Outcome
 from rlstructs.envs.space_tree import are_equal, copy_sample
 from rlstructs.errors import SpecError
-from workers import failures
+from rlstructs.workers import failures
 
 
 class OtherSpacesError(SpecError, RuntimeError):

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.shared_vector.env_group import Description, EnvGroup
 from rlstructs.envs.shared_vector.step_results import pack
-from workers import SharedArena, pickling
+from rlstructs.workers import SharedArena, pickling
 
 # A request begins with its kind, the index of a group, and the index of an environment in the group. Kinds are: step
 # all environments of the group, step that one environment, and call a method of the group.

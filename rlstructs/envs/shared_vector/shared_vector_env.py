@@ -41,9 +41,9 @@ from rlstructs.envs.shared_vector.env_calls import EnvCalls
 from rlstructs.envs.shared_vector.hosts import batch_spaces, split_evenly
 from rlstructs.envs.shared_vector.step_results import merge_infos, merge_some_infos
 from rlstructs.envs.shared_vector.worker_host import WorkerOptions, start_host
-from rlstructs.public_names import set_module
 from rlstructs.worker_setup.setup import check_init_worker
 from rlstructs.worker_setup.streams import WorkerStreams
+from rlstructs.workers.public_names import set_module
 
 # Methods of the vectorised environment itself, which `call` refuses.
 OWN = ("reset", "step", "close")

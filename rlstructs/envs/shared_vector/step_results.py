@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from workers import failures, pickling
+from rlstructs.workers import failures, pickling
 
 
 class Outcome(NamedTuple):

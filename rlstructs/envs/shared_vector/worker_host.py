@@ -20,12 +20,12 @@ from rlstructs.envs.shared_vector.step_results import EMPTY, Outcome, unpack
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
-from workers import SharedArena, WorkerPool, failures, pickling
-from workers.channel import deadline_in
-from workers.futures import Future, gather_values
-from workers.interrupts import defer_interrupt
-from workers.messages import AT_ONCE, Post
-from workers.pickle_errors import explain_pickle_error
+from rlstructs.workers import SharedArena, WorkerPool, failures, pickling
+from rlstructs.workers.channel import deadline_in
+from rlstructs.workers.futures import Future, gather_values
+from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.messages import AT_ONCE, Post
+from rlstructs.workers.pickle_errors import explain_pickle_error
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
 # With more steps under way than this, a worker's replies are read before it gets another request: a pipe holds about

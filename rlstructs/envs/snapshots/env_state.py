@@ -15,7 +15,7 @@ from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
 from rlstructs.envs.snapshots.verification import Trial, verify
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.envs.snapshots")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlstructs.envs.snapshots.adapters import find_adapter
-from workers import pickling
+from rlstructs.workers import pickling
 
 STORAGE = "storage"
 # Spaces of frames are large arrays of one number. Higher levels take longer and save little.

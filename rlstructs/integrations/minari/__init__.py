@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlstructs.public_names import export_lazily
+from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.integrations.minari.reading import from_minari, iterate_minari

@@ -22,10 +22,10 @@ from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
 from rlstructs.integrations.pettingzoo.agents import AgentGroup, Shown
 from rlstructs.integrations.pettingzoo.environments import make_environments, read_agents, read_spaces
-from rlstructs.public_names import set_module
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.workers.public_names import set_module
 
 AGENT_INDEX = "agent_index"
 # When an environment that has ended begins anew.

@@ -10,7 +10,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.integrations.sb3.replay_buffer import DONES, REWARDS, TIMEOUTS, ReplayBuffer
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.integrations.sb3")

@@ -9,8 +9,8 @@ import torch
 from stable_baselines3.common.vec_env import VecNormalize
 
 from rlstructs.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
-from rlstructs.public_names import set_module
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
+from rlstructs.workers.public_names import set_module
 
 Observations = torch.Tensor | dict[str, torch.Tensor]
 

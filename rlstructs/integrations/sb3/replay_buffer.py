@@ -12,11 +12,11 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from rlstructs.public_names import set_module
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
-from workers.limits import available_bytes
+from rlstructs.workers.limits import available_bytes
+from rlstructs.workers.public_names import set_module
 
 # A column of observations is called after its key in a Dict space: `observations/<key>`.
 OBSERVATIONS, NEXT = "observations", "next_observations"

@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.envs.shared_vector.step_results import split_infos
 from rlstructs.integrations import env_functions
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 Indices = int | Iterable[int] | None
 Info = dict[str, Any]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlstructs.public_names import export_lazily
+from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.integrations.tianshou.buffers import (

@@ -10,7 +10,7 @@ from tianshou.data import CachedReplayBuffer as TianshouCachedReplayBuffer
 from tianshou.data import ReplayBufferManager
 
 from rlstructs import replay
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.integrations.tianshou")

@@ -18,7 +18,7 @@ from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.envs.shared_vector.step_results import split_infos
 from rlstructs.errors import SpecError
 from rlstructs.integrations import env_functions
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 Ids = int | Sequence[int] | np.ndarray | None
 Info = dict[str, Any]

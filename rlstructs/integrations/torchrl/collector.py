@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict
 
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.structures.interop import nest_names
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.public_names import set_module
 
 # What torchrl gives an axis of its own, and what it calls otherwise.
 SIGNALS = ("reward", "done", "terminated", "truncated", "initial_state")

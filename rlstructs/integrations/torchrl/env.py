@@ -16,7 +16,7 @@ from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 from rlstructs.envs.shared_vector.arguments import RESET_MASK
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 ENDS = ("done", "terminated", "truncated")
 

@@ -13,7 +13,6 @@ import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay import expand
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
@@ -26,6 +25,7 @@ from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import host_array
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.public_names import set_module
 
 UNIFORM, PRIORITIZED = MODES = ("uniform", "prioritized")
 EVENLY = Uniform()

@@ -10,7 +10,6 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay.blocks import rounds
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
@@ -29,6 +28,7 @@ from rlstructs.replay.tianshou.table import LazyColumn, Table, read_only
 from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.widening import widened
+from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self

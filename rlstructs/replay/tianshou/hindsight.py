@@ -10,7 +10,6 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.public_names import set_module
 from rlstructs.replay.given import as_rows
 from rlstructs.replay.reading import discounted, read_sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
@@ -21,6 +20,7 @@ from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, sources_of, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import from_bits, host_array
+from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.claims import MOST, Claims, check_aligned
@@ -27,6 +26,7 @@ from rlstructs.replay.tianshou.running import Added, Running
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, top
 from rlstructs.replay.values import host_array
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.replay")

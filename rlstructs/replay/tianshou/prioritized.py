@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.replay.buffer import Arrays, Restore
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
@@ -19,6 +18,7 @@ from rlstructs.replay.tianshou.reader import WANTED, Fields, Pick, Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.values import host_array, real_numbers
+from rlstructs.workers.public_names import set_module
 
 # Added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.public_names import set_module
 from rlstructs.replay import saving
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
@@ -24,6 +23,7 @@ from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.running import Added
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import RESERVED
+from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self

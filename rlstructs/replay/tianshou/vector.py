@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import check_count, check_size
-from rlstructs.public_names import set_module
 from rlstructs.replay.tianshou.reader import checked_size
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.table import as_integers
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.replay")

@@ -11,7 +11,6 @@ import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.torchrl.assembly import Assembly
@@ -25,6 +24,7 @@ from rlstructs.replay.torchrl.storages import ListStorage, ReplayStorage
 from rlstructs.replay.torchrl.transforms import compose
 from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.public_names import set_module
 
 # Number of rows if no storage is given, as in torchrl.
 DEFAULT_SIZE = 1000

@@ -11,7 +11,6 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
@@ -20,6 +19,7 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
 from rlstructs.replay.values import host_array, real_numbers, row_ids
+from rlstructs.workers.public_names import set_module
 
 # torch's median of an even number of values is the lower of the two in the middle.
 LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.public_names import set_module
 from rlstructs.replay.claims import Claims, flag, whole
 from rlstructs.replay.span import Selection, Span, Uniform
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral
+from rlstructs.workers.public_names import set_module
 
 INDEX, WEIGHT, MASK = "index", "priority_weight", "mask"
 UNIFORM = Uniform()

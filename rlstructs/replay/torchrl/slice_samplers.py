@@ -10,7 +10,6 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.roles import ENDS, ends_among
 from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
@@ -19,6 +18,7 @@ from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import ANY, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement
+from rlstructs.workers.public_names import set_module
 
 AUTO = "auto"
 # Arguments of torchrl's slice samplers without a meaning here, and the values that are accepted.

@@ -14,7 +14,6 @@ import torch
 
 from rlstructs.checks import check_size
 from rlstructs.errors import SpecError, StateError
-from rlstructs.public_names import set_module
 from rlstructs.replay.backing import Folder, FolderBlock
 from rlstructs.replay.columns import Columns
 from rlstructs.replay.device_columns import TensorColumns
@@ -22,6 +21,7 @@ from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.row_ids import LANE
 from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
+from rlstructs.workers.public_names import set_module
 
 # Number of rows that a growing store begins with.
 FEW_ROWS = 1024

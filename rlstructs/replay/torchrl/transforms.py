@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlstructs.errors import SpecError
-from rlstructs.public_names import set_module
+from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs.replay")
