@@ -207,7 +207,7 @@ def test_only_what_is_needed_is_loaded(statement, loaded):
     assert loaded_by(statement) == loaded
 
 
-PROCESS_MACHINERY = ("multiprocessing", "cloudpickle", *(f"rlstructs.workers.{room}" for room in ("errors", "start", "pool")))
+PROCESS_MACHINERY = ("multiprocessing", "cloudpickle", *(f"rlstructs.workers.{x}" for x in ("errors", "start", "pool")))
 
 
 @pytest.mark.parametrize("module", ["rlstructs.errors", "rlstructs.checks"])

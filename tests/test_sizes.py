@@ -1,4 +1,4 @@
-"""No file of the library has over 400 lines, no function over 50, no class over 700 with all that it inherits."""
+"""Lines of code: 300 at most in a file of the library, 40 in a function, 520 in a class with all that it inherits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_CLASS_LINES = 400, 50, 700
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_CLASS_LINES = 300, 40, 520
 
-# A kernel of Warp, which has to be one function.
-LONG_FUNCTIONS = {"rlstructs/replay/sum_tree.py _draw"}
-
+# Kernels of Warp, which have to be one function, and what builds one.
+KERNELS = {
+    "rlstructs/replay/sum_tree.py _draw",
+    "rlstructs/returns/kernels.py _make_vtrace",
+    "rlstructs/returns/kernels.py _make_vtrace.vtrace",
+}
+# Longer than the limit, and not to grow in number.
+LONG_FUNCTIONS = KERNELS | {
+    "rlstructs/envs/shared_vector/shared_vector_env.py SharedVectorEnv.__init__",
+    "rlstructs/replay/saving.py _restorer",
+    "rlstructs/replay/step_writer.py StepWriter.write",
+    "rlstructs/replay/torchrl/buffer.py DictTensorReplayBuffer.__init__",
+    "rlstructs/rollout/rollout.py Rollout.run",
+    "workers/process.py WorkerProcess.__init__",
+}
 
 
 def library():
@@ -19,15 +31,31 @@ def library():
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 
+def code_lines(text):
+    """The numbers of the lines that hold code: no blank ones, no comments, no docstrings."""
+    prose = set()
+    for node in ast.walk(ast.parse(text)):
+        may_have_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if may_have_one and ast.get_docstring(node):
+            prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return {n for n, line in lines if line.strip() and not line.strip().startswith("#")} - prose
+
+
+def size(node, code):
+    return len(code & set(range(node.lineno, node.end_lineno + 1)))
+
+
 def long_files(texts):
-    return {path for path, text in texts.items() if len(text.splitlines()) > MOST_FILE_LINES}
+    return {path for path, text in texts.items() if len(code_lines(text)) > MOST_FILE_LINES}
 
 
 def long_functions(texts):
     found = set()
     for path, text in texts.items():
+        code = code_lines(text)
         for name, node in functions(ast.parse(text)):
-            if node.end_lineno - node.lineno + 1 > MOST_FUNCTION_LINES:
+            if size(node, code) > MOST_FUNCTION_LINES:
                 found.add(f"{path} {name}")
     return found
 
@@ -43,10 +71,10 @@ def functions(node, prefix=""):
 
 
 def long_classes(texts):
-    """Path and name of every class that has too many lines together with all classes that it inherits from."""
+    """Path and name of every class that has too many lines of code together with all classes that it inherits from."""
     found = {}  # (path, name) -> number of lines, keys of base classes
     for path, text in texts.items():
-        tree = ast.parse(text)
+        tree, code = ast.parse(text), code_lines(text)
         home = {node.name: (path, node.name) for node in tree.body if isinstance(node, ast.ClassDef)}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -57,7 +85,7 @@ def long_classes(texts):
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 bases = [_resolve(base, home) for base in node.bases]
-                found[path, node.name] = node.end_lineno - node.lineno + 1, bases
+                found[path, node.name] = size(node, code), bases
 
     def inherited(key):
         return {key}.union(*(inherited(base) for base in found[key][1] if base in found))
@@ -78,7 +106,7 @@ def test_no_file_is_too_long():
 
 
 def test_no_function_is_too_long():
-    assert long_functions(library()) == LONG_FUNCTIONS
+    assert long_functions(library()) <= LONG_FUNCTIONS
 
 
 def test_no_class_is_too_long_with_what_it_inherits():
@@ -88,9 +116,9 @@ def test_no_class_is_too_long_with_what_it_inherits():
 def test_what_is_too_long_is_noticed():
     body = "\n".join(["        pass"] * MOST_FUNCTION_LINES)
     texts = {
-        "long.py": "\n" * (MOST_FILE_LINES + 1),
-        "short.py": "\n" * MOST_FILE_LINES,
-        "functions.py": f"class A:\n    def f(self):\n{body}\nif True:\n    async def g():\n{body}",
+        "long.py": "pass\n" * (MOST_FILE_LINES + 1),
+        "short.py": f'"""Text.\n\n{"More." * 3}\n"""\n\n# Why.\n' + "pass\n" * MOST_FILE_LINES,
+        "functions.py": f"class A:\n    def f(self):\n        'Text.'\n{body}\nif True:\n    async def g():\n{body}",
         "short_function.py": f"def h():\n{body[:-13]}",
     }
     assert long_files(texts) == {"long.py"}
