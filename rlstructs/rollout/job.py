@@ -55,7 +55,8 @@ class RolloutJob:
     Attributes:
         env, agent: the environments and the agent.
         slots: the slots of this worker, in each slot buffer.
-        progress: where the last rollout stopped; None before a reset.
+        progress: where the last rollout stopped, for each group of environments that are stepped together; empty before
+            a reset.
         clock: how the worker has spent its time.
         methods: how an exact state brings back each environment, once that is known.
     """
@@ -94,11 +95,9 @@ class RolloutJob:
         self._inbox = Inbox(self.weights_arena)
         self.error: BaseException | None = None
         self.methods: list[str] | None = None
-        self.progress: Progress | None = None
-        # For environments that are stepped in groups: each group has its own progress, in place of `progress`.
-        self._groups: Sequence[SplitEnv] = ()
+        self.progress: list[Progress] = []
+        self._groups: Sequence[SplitEnv] = ()  # empty where all environments are stepped together
         self._group_slots: list[list[Slots]] = []
-        self._group_progress: list[Progress] = []
         self.clock = Clock()
         self._evaluation: Evaluation | None = None
         self._feed: Feed | None = None
@@ -124,12 +123,16 @@ class RolloutJob:
         self._feed = attach(packed)
 
     def _attach_groups(self) -> None:
-        """Maps the slots of each group of environments, if there are groups."""
-        self._groups, self._group_slots = self.env.row_groups(), []
-        first, buffer = self.slots[0].first, self.arena.map()
-        for group in self._groups:
-            self._group_slots.append(self._slot_buffers.slots(buffer, first=first, n=group.n_envs()))
-            first += group.n_envs()
+        """Finds the groups of environments, and maps the slots of each."""
+        self._groups, buffer, first = self.env.row_groups(), self.arena.map(), self.slots[0].first
+        self._group_slots = [
+            self._slot_buffers.slots(buffer, first=first + rows.start, n=len(rows)) for rows in self._group_rows()
+        ]
+
+    def _group_rows(self) -> list[range]:
+        """The environments of each group, counted from the worker's first; all of them where there are no groups."""
+        sizes = [group.n_envs() for group in self._groups or (self.env,)]
+        return [range(end - size, end) for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)]
 
     def reset(self, statistics: Mapping[str, Moments]) -> None:
         """Starts an episode in every environment, with the `env_info/` rows of the slots.
@@ -139,13 +142,20 @@ class RolloutJob:
         """
         with FailureGuard(self):
             load_statistics(self.env, statistics)
-            observation = self.env.reset_rows(self.slots[0].info("env_info/").clone())
-            self.progress = Progress(observation, np.arange(self.slots[0].n))
-            first, self._group_progress = 0, []
-            for group in self._groups:
-                rows = np.arange(group.n_envs())
-                self._group_progress.append(Progress(observation.take(first + rows), rows))
-                first += rows.size
+            self.begin_episodes()
+
+    def begin_episodes(self) -> None:
+        """Resets every environment, with the `env_info/` rows of the slots."""
+        observation = self.env.reset_rows(self.slots[0].info("env_info/").clone())
+        self.progress = [
+            Progress(observation.take(np.array(rows)), np.arange(len(rows))) for rows in self._group_rows()
+        ]
+
+    @property
+    def running(self) -> np.ndarray:
+        """The environments that run, int64, counted from the worker's first."""
+        parts = zip(self._group_rows(), self.progress, strict=True)
+        return np.concatenate([rows.start + progress.running for rows, progress in parts])
 
     def rollout(self, number: int, statistics: Mapping[str, Moments]) -> RolloutReply:
         """Fills the slots of all environments that run.
@@ -154,23 +164,21 @@ class RolloutJob:
             number: the number of rollouts ordered before.
             statistics: as for `reset`.
         """
-        slots, progress = self.slots[number % len(self.slots)], self.progress
-        assert progress is not None
+        slots = self.slots[number % len(self.slots)]
         with FailureGuard(self):
             load_statistics(self.env, statistics)
-            if progress.running.size < slots.n and self.env.defers_resets:
-                progress = self._revive_ended(progress, slots)
-            if not progress.running.size:
+            if self.env.defers_resets and self.running.size < slots.n:
+                self.progress = [self._revive_ended(self.progress[0], slots)]  # such environments have no groups
+            if not self.running.size:
                 slots.empty()  # of an earlier rollout
                 return self._reply([])
             began = perf_counter()
-            progress = self._acquire(number, slots, progress)
+            self._acquire(number, slots)
             if self._feed is not None:
                 self._feed.write(slots, number, self._inbox.version)
             self.clock.busy += perf_counter() - began
-            goes_on = progress.running.size == slots.n or self.env.defers_resets
-            running = None if goes_on else progress.running.tolist()
-            return self._reply(running)
+            running = self.running
+            return self._reply(None if running.size == slots.n or self.env.defers_resets else running.tolist())
 
     def _reply(self, running: list[int] | None) -> RolloutReply:
         return RolloutReply(running, self.clock.fields(), self._inbox.version, take_statistics(self.env))
@@ -189,18 +197,17 @@ class RolloutJob:
             state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
         return Progress(progress.observation.join(first).take(place), np.arange(place.size), state)
 
-    def _acquire(self, number: int, slots: Slots, progress: Progress) -> Progress:
-        """Runs a rollout, in turns if there are groups; returns the progress of the environments."""
-        info = slots.info("agent_info/")
+    def _acquire(self, number: int, slots: Slots) -> None:
+        """Runs a rollout, in turns if there are groups."""
         clock = None if BARE in os.environ else self.clock
         cuts, index = self._cuts, self.index
         acting_agent = ActingAgent(self.agent, self.settings.device, clock, lambda: cuts[index] > number)
+        info = slots.info("agent_info/")
         if self._groups:
             own = [buffers[number % len(buffers)] for buffers in self._group_slots]
-            self._group_progress = acquire_in_turns(acting_agent, self._groups, own, self._group_progress, info)
-            return progress  # all environments of groups always run
-        self.progress = acquire(acting_agent, self.env, slots, progress, info)
-        return self.progress
+            self.progress = acquire_in_turns(acting_agent, self._groups, own, self.progress, info)
+        else:
+            self.progress = [acquire(acting_agent, self.env, slots, self.progress[0], info)]
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; returns the versions of updates whose tensors it still has."""
@@ -227,7 +234,7 @@ class RolloutJob:
             if (n_own := self.env.n_envs()) != n:
                 raise SpecError(f"create_env: made {n_own} environments, and {n} before")
             self._seed(self.agent, seed)  # it may have drawn ahead
-            self.progress, self.clock = None, Clock(*clocks[self.index])
+            self.progress, self.clock = [], Clock(*clocks[self.index])
 
     def set_env(self, env: RowEnv) -> None:
         """Uses other environments from now on."""

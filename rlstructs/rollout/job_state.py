@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.snapshots.env_state import choose_methods, name_env
 from rlstructs.envs.snapshots.methods import NEW_EPISODE, CopyError, NewEnvs, make_tokens
@@ -34,14 +32,14 @@ class Content:
     Attributes:
         env: the environments; None where new ones are made.
         agent: the agent; or `AGENT` and what its `get_state` returned.
-        progress: of the job; None before a reset, or where new episodes begin.
+        progress: of the job; empty before a reset, or where new episodes begin.
         clock: of the job.
         streams: of the process.
     """
 
     env: RowEnv | None
     agent: Any
-    progress: Progress | None
+    progress: list[Progress]
     clock: Clock
     streams: tuple[Any, ...]
 
@@ -72,7 +70,7 @@ def _take(job: RolloutJob, best: bool, streams: tuple[Any, ...]) -> JobState:
     singles = job.env.single_envs()
     methods, why = _choose_methods(job, best)
     if not methods or NEW_EPISODE in methods:
-        env, progress, tokens = None, None, {}
+        env, progress, tokens = None, [], {}
     else:
         env, progress, tokens = job.env, job.progress, make_tokens(singles, methods)
     content = Content(env, _find_agent_state(job.agent), progress, job.clock, streams)
@@ -85,10 +83,10 @@ def _choose_methods(job: RolloutJob, best: bool) -> tuple[list[str], str]:
     Returns:
         The methods, empty before a reset; and why new episodes begin, if they do.
     """
-    if job.progress is None:
+    if not job.progress:
         return [], ""
     if job.methods is None:
-        trial = Trial(partial(_make_env, job, job.settings.seeds[job.index]), job.progress.running, _get_action(job))
+        trial = Trial(partial(_make_env, job, job.settings.seeds[job.index]), job.running, _get_action(job))
         try:
             job.methods = choose_methods(job.env, trial)
         except SpecError as error:
@@ -140,9 +138,9 @@ def load_job_state(job: RolloutJob, state: JobState, seed: int) -> None:
         seed: of new environments, where these are needed.
     """
     make_env, before = partial(_make_env, job, seed), job.env
-    new = NewEnvs(make_env, None if job.progress is not None else before)
+    new = NewEnvs(make_env, None if job.progress else before)
     content: Content = loads(state.pickled, new.resolve)
-    if content.env is None or job.progress is not None:
+    if content.env is None or job.progress:
         before.close()
     if content.env is None:
         content.env = make_env()
@@ -152,8 +150,7 @@ def load_job_state(job: RolloutJob, state: JobState, seed: int) -> None:
     job.set_env(content.env)
     job.progress, job.clock = content.progress, content.clock
     if state.begins_episodes:
-        observation = job.env.reset_rows(job.slots[0].info("env_info/").clone())
-        job.progress = Progress(observation, np.arange(job.slots[0].n))
+        job.begin_episodes()
     restore_streams(content.streams)
 
 

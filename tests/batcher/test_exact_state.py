@@ -17,13 +17,16 @@ from helpers import Count, rollout, through_file
 from processes import wait_until_gone
 
 from rlstructs import (
+    Checkpoint,
     DictTensor,
     GymEnv,
     GymEnvInf,
+    GymVectorEnv,
     NormalizeObservation,
     NormalizeReward,
     RL_Agent,
     RL_Batcher,
+    SharedVectorEnv,
     SpecError,
     StateError,
     masked_dicttensor,
@@ -130,6 +133,75 @@ def test_it_is_loaded_in_the_place_of_what_a_batcher_has_done():
         batcher.reset()
         rollout(batcher)
         check_it_goes_on_again(batcher)
+
+
+def in_groups(seed, n_envs=4, n_groups=2, mode="SameStep", env="CartPole-v1", n_workers=0):
+    fns = [lambda: gymnasium.make(env, max_episode_steps=30)] * n_envs
+    envs = SharedVectorEnv(fns, n_workers, n_groups=n_groups, autoreset_mode=mode)
+    return GymVectorEnv(envs, seed)
+
+
+GROUPS = {
+    "same step": {"n_processes": 0},
+    "next step, three uneven groups": {"n_processes": 0, "env_args": {"mode": "NextStep", "n_envs": 5, "n_groups": 3}},
+    "run-ahead": {"n_processes": 0, "run_ahead": 1, "env_args": {"env": "Acrobot-v1"}},
+    "workers with run-ahead": {"n_processes": 2, "run_ahead": 1},
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_environments_in_groups_go_on_bit_for_bit(name, tmp_path):
+    arguments = {"create_env": in_groups, **GROUPS[name]}
+    with made(**arguments) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        rollout(batcher)
+        Checkpoint(tmp_path, batcher=batcher, rng=False).save(1)
+        state = through_file(batcher.state_dict(exact=True))
+        expected = go_on(batcher)
+        batcher.load_state_dict(state)
+        assert go_on(batcher) == expected
+    steps = [trajectories.trajectories for trajectories in expected[0]]
+    assert any(each["_observation/done"].any() for each in steps)
+    assert not steps[0]["observation/initial_state"][:, 0].all()
+    with made(**arguments) as other:
+        other.load_state_dict(state)
+        assert go_on(other) == expected
+    with made(**arguments) as restored:
+        assert Checkpoint(tmp_path, batcher=restored, rng=False).restore() == 1
+        assert go_on(restored) == expected
+
+
+def test_environments_in_groups_begin_new_episodes_where_they_cannot_be_brought_back():
+    arguments = {"n_processes": 0, "create_env": in_groups, "env_args": {"n_workers": 2}}
+    with made(**arguments) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        with pytest.warns(UserWarning, match="all environments of worker 0 begin new episodes"):
+            state = through_file(batcher.state_dict(exact="best"))
+        batcher.load_state_dict(state)
+        expected = go_on(batcher)
+    with made(**arguments) as other:
+        other.load_state_dict(state)
+        assert go_on(other) == expected
+    first = expected[0][0].trajectories
+    assert first["observation/initial_state"][:, 0].all() and first.lengths.tolist() == [16] * 4
+
+
+def test_a_successor_goes_on_with_environments_in_groups():
+    arguments = {"create_env": in_groups, "on_worker_failure": "restart"}
+    with made(**arguments) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        os.kill(pid := batcher.stats()["workers"][1]["pid"], signal.SIGKILL)
+        wait_until_gone([pid])
+        rollout(batcher)
+        rollout(batcher)
+        state = through_file(batcher.state_dict(exact=True))
+        expected = go_on(batcher)
+        batcher.load_state_dict(state)
+        assert go_on(batcher) == expected
+    assert expected[4][1][1] == 1
 
 
 def test_successors_of_workers_go_on_too():

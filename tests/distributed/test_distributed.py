@@ -38,11 +38,13 @@ from rlstructs import (
     ClosedError,
     DictTensor,
     GymEnv,
+    GymVectorEnv,
     OutOfMemoryError,
     RandomAgent,
     RayBatcher,
     RemoteTraceback,
     RL_Batcher,
+    SharedVectorEnv,
     SpecError,
     StateError,
     Trajectories,
@@ -195,6 +197,29 @@ def test_an_exact_state_goes_on_bit_for_bit(cluster):
         assert go_on(other) == expected
     with cartpoles(RL_Batcher, 3, run_ahead=1) as alone, pytest.raises(SpecError, match="workers is None in the exact"):
         alone.load_state_dict(state)
+
+
+def test_an_exact_state_of_environments_in_groups_goes_on_bit_for_bit(cluster):
+    def create_env(seed):
+        fns = [lambda: gymnasium.make("CartPole-v1")] * 3
+        return GymVectorEnv(SharedVectorEnv(fns, 0, n_groups=2, autoreset_mode="SameStep"), seed)
+
+    def make():
+        return RayBatcher(12, Noisy, {}, create_env, {}, 2, 5, n_nodes=2, agent_info=agent_info(1, 0.5))
+
+    def go_on(batcher):
+        return [rollout(batcher)[0] for _ in range(3)]
+
+    with make() as batcher:
+        batcher.reset(agent_info(6, 0.6))
+        rollout(batcher)
+        state = batcher.state_dict(exact=True)
+        expected = go_on(batcher)
+        batcher.load_state_dict(state)
+        assert go_on(batcher) == expected
+    with make() as other:
+        other.load_state_dict(state)
+        assert go_on(other) == expected
 
 
 def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
