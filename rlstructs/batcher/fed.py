@@ -14,12 +14,9 @@ from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.errors import StateError
-from rlstructs.replay.from_trajectories import POLICY_VERSION
 from rlstructs.replay.ring import HEAD, RESERVED
 from rlstructs.replay.store import Storage
 from rlstructs.rollout.feeding import Feed
-from rlstructs.shared.loan import Loan
-from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 
 
@@ -135,7 +132,7 @@ class FedByWorkers:
         for worker, order in ((worker, order) for worker, each in enumerate(orders) for order in each):
             if not order.is_lost and order.number >= first_numbers[worker]:
                 batch = self._transport.make_batch({worker: order}, version_before, version_before)
-                add_batch(self.feed.writer.add_trajectories, self.feed.names, batch.read())
+                self.feed.writer.add_trajectories(batch.read(), self.feed.names)
         self._hide(before)
         self._reserve({worker: len(each) for worker, each in enumerate(orders)})
 
@@ -189,7 +186,7 @@ class FedHere:
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Adds the rollouts."""
-        add_batch(self._add, self._names, self._take(batch))
+        self._add(self._take(batch), self._names)
 
     def restart(self, workers: Collection[int]) -> None:
         """Does nothing: what was lost is not handed out."""
@@ -232,22 +229,3 @@ def _only_in_this_thread(settle: Callable[[], None]) -> Callable[[], None]:
         settle()
 
     return call
-
-
-def add_batch(
-    add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str], trajectories: Trajectories
-) -> None:
-    """Adds trajectories to a memory, with the policy versions if it gets them."""
-    add(with_versions(trajectories) if POLICY_VERSION in names.values() else trajectories, names)
-
-
-def with_versions(trajectories: Trajectories) -> Trajectories:
-    """The same trajectories with the policy version of each as a key of its steps."""
-    steps, lengths = trajectories.trajectories, trajectories.lengths
-    versions = trajectories.info[POLICY_VERSION][:, None].expand(-1, steps.n_timesteps())
-    lent = steps._tensors
-    if isinstance(lent, Loan):
-        found: Mapping[str, Any] = lent.with_views({**lent.views, POLICY_VERSION: versions})
-    else:
-        found = {**lent, POLICY_VERSION: versions}
-    return Trajectories.trusted(trajectories.info, TemporalDictTensor.trusted(found, lengths))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.batch import ROW_INFO, Batch
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.fed import Fed, FedByWorkers, FedHere
 from rlstructs.batcher.lifecycle import Lifecycle
@@ -45,7 +45,7 @@ def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str
     if owner is not None and owner is not life and not owner.is_closed:
         raise StateError("feed: another batcher feeds this memory: close it first, or call its feed(None)")
     example = _make_example(engine.transport.layout)
-    names = own.choose_names(list(example.trajectories.keys())) if names is None else dict(names)
+    names = own.choose_names([*example.trajectories, POLICY_VERSION]) if names is None else dict(names)
     if not names:
         raise SpecError("feed: names is empty; needed are names of columns and the keys that they get")
     fed = _feed_by_workers(engine, own, example, names)
@@ -91,7 +91,7 @@ def _feed_by_workers(
 
 def _make_example(layout: Layout) -> Trajectories:
     """Makes one step of zeros, with the keys, shapes and dtypes of rollouts."""
-    specs = {**specs_of_steps(layout.observation, layout.action), POLICY_VERSION: ((), torch.int64)}
+    specs = specs_of_steps(layout.observation, layout.action)
     steps = {name: torch.zeros(1, 1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in specs.items()}
-    info = DictTensor({"env_index": torch.zeros(1, dtype=torch.int64, device="cpu")})
-    return Trajectories(info, TemporalDictTensor(steps, torch.ones(1, dtype=torch.int64, device="cpu")))
+    info = {name: torch.zeros(1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in ROW_INFO.items()}
+    return Trajectories(DictTensor(info), TemporalDictTensor(steps, torch.ones(1, dtype=torch.int64, device="cpu")))

@@ -28,7 +28,7 @@ from rlstructs.distributed.shard_pool import ShardPool
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.expand import AVOID_ENDS
-from rlstructs.replay.from_trajectories import NAMES, Steps, take_trajectories
+from rlstructs.replay.from_trajectories import NAMES, STATES, Names, Steps, find_names, take_trajectories
 from rlstructs.replay.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.replay.widening import cast
@@ -61,7 +61,8 @@ class RayReplay:
         alpha: exponent of priorities, at least 0; None draws all rows with the same probability.
         beta: exponent of importance weights, at least 0.
         names: name in the memory -> key of the trajectories; None for the names of `Memory.add_trajectories`:
-            observations, next_observations, actions, rewards, terminated and truncated.
+            observations, next_observations, actions, rewards, terminated and truncated, and states and next_states if
+            observations have a `state` beside their `frame`.
         seed: seeds all draws; None draws a seed.
         timeout: in seconds; a shard must answer within 2 * timeout + 5 s. None for no limit.
         resources, placement, address: see `RayBatcher`.
@@ -102,13 +103,14 @@ class RayReplay:
         self._memory_size, self._num_envs = check_count("memory_size", memory_size), check_count("num_envs", num_envs)
         if n_shards is not None and check_count("n_shards", n_shards) > num_envs:
             raise SpecError(f"n_shards is {n_shards}, which is more than num_envs, {num_envs}")
-        self._alpha, self._names = None if alpha is None else exponent("alpha", alpha), dict(names or NAMES)
+        self._alpha = None if alpha is None else exponent("alpha", alpha)
+        self._names: Names = dict(names) if names else find_names
         cluster.connect(address)
         rules = cluster.Placement(resources, placement)
         self._n_shards = n_shards or min(rules.n_machines(), num_envs)
         own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
         self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
-        settings = pickling.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, self._names))
+        settings = pickling.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, dict(names or NAMES | STATES)))
         job_arguments = [
             (len(range(shard, num_envs, self._n_shards)), int(seed.generate_state(1)[0]))
             for shard, seed in enumerate(of_shards)
@@ -151,8 +153,8 @@ class RayReplay:
             MissingKeyError, SpecError, TypeError: they do not fit; the memory is unchanged.
             WorkerError: a shard is gone.
         """
-        if names is not None and dict(names) != self._names:
-            raise SpecError(f"add_trajectories: this memory was made with names={self._names}, got {dict(names)}")
+        if names is not None and dict(names) != (own := self.make_feed().choose_names(trajectories.trajectories)):
+            raise SpecError(f"add_trajectories: this memory was made with names={own}, got {dict(names)}")
         self.extend(trajectories)
 
     def make_feed(self) -> ReplayFeed:
@@ -191,7 +193,7 @@ class RayReplay:
         """
         self._check_open("sample")
         n = check_count("batch_size", batch_size)
-        known = list(self._pool.find_dtypes() or self._names)
+        known = list(self._pool.find_dtypes() or self._header()["names"])
         names = known if names is None else list(names)
         if unknown := sorted(set(names) - set(known)):
             raise MissingKeyError(f"sample: no tensor(s) {unknown}, there are {sorted(known)}")
@@ -343,7 +345,7 @@ class RayReplay:
             "num_envs": self._num_envs,
             "n_shards": self._n_shards,
             "alpha": self._alpha,
-            "names": self._names,
+            "names": NAMES if callable(self._names) else self._names,
         }
 
     def _check_open(self, method: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from rlstructs.replay.from_trajectories import Names
 
 
 @dataclass(frozen=True)
@@ -11,12 +13,12 @@ class ReplayFeed:
     """What `RL_Batcher.feed` needs of a `RayReplay`, whose rows are in no process that could be written to.
 
     Args:
-        names: name in the memory -> key of the trajectories.
+        names: as of `take_trajectories`.
     """
 
-    names: Mapping[str, str]
+    names: Names
     storage: None = None
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Those that the memory was made with."""
-        return dict(self.names)
+        """Those that the memory was made with, or those of `extend` where it was made with none."""
+        return dict(self.names(keys) if callable(self.names) else self.names)

@@ -16,7 +16,7 @@ from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import expand
-from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.from_trajectories import STATES, Steps
 from rlstructs.replay.span import Span
 from rlstructs.structures.arrays import raw_of, tensor_of
 
@@ -183,7 +183,7 @@ class Shard:
         memory = self._memory
         sums, least = memory.sum_priorities(self._kinds)
         held = memory.get_tensor_names() if len(memory) else []
-        names = [name for key in self._settings.names for name in held if name == key or name.startswith(f"{key}/")]
+        names = [name for key in self._settings.names for name in held if _is_of(name, key)]
         dtypes = {name: memory.get_tensor_by_name(name).dtype for name in names}
         return {"rows": len(memory), "sums": sums, "least": least, "largest": memory.largest,
                 "nbytes": memory.nbytes, "dtypes": dtypes}  # fmt: skip
@@ -242,7 +242,9 @@ class Shard:
             columns[DATA].tofile(path)
             memory = self._make_memory()
             memory.load(path)
-        if len(memory) and (missing := sorted(set(self._settings.names) - set(memory.get_tensor_names()))):
+        held, needed = memory.get_tensor_names(), self._settings.names.keys() - STATES.keys()
+        missing = sorted(key for key in needed if not any(_is_of(name, key) for name in held))
+        if len(memory) and missing:
             raise FileError(f"{path}: has no tensor(s) {missing}")
         self._loaded = memory
 
@@ -264,3 +266,8 @@ class Shard:
             memory_size=settings.memory_size, num_envs=self._num_envs, alpha=settings.alpha, seed=self._seed,
             device="cpu",
         )  # fmt: skip
+
+
+def _is_of(name: str, key: str) -> bool:
+    """Whether a tensor holds what this key of `ShardSettings.names` names, or an entry of it."""
+    return name == key or name.startswith(f"{key}/")

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from rlstructs.memories.intake import Intake, convert_steps, write_steps
 from rlstructs.memories.tensors import Tensors
-from rlstructs.replay.from_trajectories import NAMES, POLICY_VERSION, Steps, take_trajectories
+from rlstructs.replay.from_trajectories import POLICY_VERSION, Steps, take_trajectories
 from rlstructs.replay.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 
@@ -55,8 +55,8 @@ class MemoryFeed:
         return False
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
-        """The usual tensors, and the keys that they get."""
-        return {**NAMES, POLICY_VERSION: POLICY_VERSION}
+        """The tensors of `Memory.add_trajectories` and the policy version, and the keys that they get."""
+        return {**self._tensors.find_names(keys), POLICY_VERSION: POLICY_VERSION}
 
     def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
         """Creates missing tensors for trajectories like these, of which it adds none.

@@ -18,7 +18,7 @@ from rlstructs.memories.intake import Intake
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.copies import CopiedWhole
-from rlstructs.replay.from_trajectories import find_names, take_trajectories
+from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.values import generator_of, row_ids
 
 
@@ -266,7 +266,7 @@ class Memory(CopiedWhole, ABC):
         Raises:
             MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
-        chosen = find_names if names is None else names
+        chosen = self._tensors.find_names if names is None else names
         steps = take_trajectories(batch, chosen, self.num_envs, limit="the memory's num_envs")
         self._intake.add_steps(steps, self._write)
 

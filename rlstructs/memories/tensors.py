@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.counters import EXPOSED
 from rlstructs.replay.device_columns import TensorColumns
 from rlstructs.replay.episodes import BYTES_PER_ROW
+from rlstructs.replay.from_trajectories import add_version, find_names
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.row_ids import SLOT
 from rlstructs.replay.store import Storage
@@ -81,6 +82,10 @@ class Tensors:
         planned = self.storage.columns.nbytes_per_row(self.planned)
         untracked = self.storage.episodes is None and any(name in ENDS for name in self.planned)
         return self.storage.nbytes + self.storage.columns.n_rows * (planned + BYTES_PER_ROW * untracked)
+
+    def find_names(self, keys: Collection[str]) -> dict[str, str]:
+        """Tensor -> key of trajectories with these keys, where a program names none."""
+        return add_version(find_names(keys), keys, self.dtypes)
 
     def allocate(self) -> Storage:
         """Returns the store, after allocating the tensors that are not allocated yet."""

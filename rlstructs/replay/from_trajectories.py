@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rlstructs.structures.trajectories import Trajectories
 # Keys of trajectories that say where episodes end and begin.
 STEP_ENDS = ("_observation/terminated", "_observation/truncated", "_observation/done")
 STEP_START = "observation/initial_state"
-# Key, and column, of the number of updates that the agent of a step had had, in steps that workers write themselves.
+# Column of the number of updates that the agent of a step had had; its key is one of the trajectories' info.
 POLICY_VERSION = "policy_version"
 # Column -> key of trajectories, in the words of skrl and rlberry.
 NAMES = {
@@ -41,6 +42,12 @@ def find_names(keys: Collection[str]) -> dict[str, str]:
     """The columns of `NAMES`, and those of `STATES` where environments show a `state` beside a `frame`."""
     shown = ("observation/frame", *STATES.values())
     return NAMES | (STATES if all(key in keys or _inside(key, keys) for key in shown) else {})
+
+
+def add_version(names: Mapping[str, str], keys: Collection[str], columns: Collection[str]) -> dict[str, str]:
+    """The same names, with the policy version if there is a column for it and these keys have it."""
+    is_known = POLICY_VERSION in columns and POLICY_VERSION in keys
+    return {**names, **({POLICY_VERSION: POLICY_VERSION} if is_known else {})}
 
 
 def named_steps(names: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
@@ -179,19 +186,31 @@ def take_trajectories(
     """
     if not isinstance(trajectories, Trajectories):
         raise TypeError(f"{owner}: needs Trajectories, got {type(trajectories).__name__}")
-    steps = trajectories.trajectories
-    keys = list(steps.keys())
+    steps, beside = trajectories.trajectories, _find_versions(trajectories)
+    keys = [*steps.keys(), *beside]
     named = named_steps(names(keys) if callable(names) else names, keys)
     if absent := sorted(set(named.values()) - set(keys)):
         raise MissingKeyError(f"{owner}: no {absent} in the trajectories, there are {sorted(keys)}")
-    return take_steps(steps, named, None if n_lanes is None else _find_lanes(trajectories, n_lanes, owner, limit))
+    lanes = None if n_lanes is None else _find_lanes(trajectories, n_lanes, owner, limit)
+    return take_steps(steps, named, lanes, beside)
 
 
-def take_steps(steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None) -> Steps:
-    """Does what `take_trajectories` does, for existing keys and lanes (B,)."""
+def _find_versions(trajectories: Trajectories) -> dict[str, torch.Tensor]:
+    """The policy version of each step, (B, T), by its key; empty if the info has none, or the steps their own."""
+    if POLICY_VERSION in trajectories.trajectories:
+        return {}
+    n_timesteps, found = trajectories.trajectories.n_timesteps(), trajectories.info.find([POLICY_VERSION])
+    return {key: versions[:, None].expand(-1, n_timesteps) for key, versions in found.items()}
+
+
+def take_steps(
+    steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None,
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Steps:  # fmt: skip
+    """Does what `take_trajectories` does, for existing keys and lanes (B,); `beside` holds further keys, (B, T)."""
     lengths = host_array("lengths", steps.lengths)
     # Not all of them: where steps are leased, some would be copied for nothing.
-    tensors = steps.find({*names.values(), *STEP_ENDS, STEP_START})
+    tensors = {**steps.find({*names.values(), *STEP_ENDS, STEP_START}), **beside}
     found = Steps(
         {name: tensors[key].detach() for name, key in names.items()},
         steps.n_timesteps(),

@@ -13,7 +13,7 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay import info_columns
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import POLICY_VERSION, Steps, take_trajectories
+from rlstructs.replay.from_trajectories import POLICY_VERSION, Steps, add_version, take_trajectories
 from rlstructs.replay.given import as_rows
 from rlstructs.replay.info_columns import Plan, require_bytes
 from rlstructs.replay.linked_columns import SMALLEST
@@ -175,11 +175,16 @@ class Intake:
     def _take(self, trajectories: Trajectories, names: Mapping[str, str] | None) -> Steps:
         """Finds and checks the steps of a batch."""
         n_lanes = None if self.takes_any_environment else self.storage.columns.n_lanes
-        steps = take_trajectories(trajectories, self.trajectory_names if names is None else names, n_lanes)
+        steps = take_trajectories(trajectories, self.default_names if names is None else names, n_lanes)
         values = self.prepare_columns(steps.for_columns(self.specs))
         steps = replace(steps, values=values).with_ends(self.find_ends(values))
         self.check_steps(steps)
         return steps
+
+    def default_names(self, keys: Collection[str]) -> dict[str, str]:
+        """Column -> key of trajectories where a program names none, with the policy version if it has a column."""
+        names = self.trajectory_names([key for key in keys if key != POLICY_VERSION])
+        return add_version(names, keys, self.specs)
 
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of the trajectories."""
@@ -210,8 +215,7 @@ class Intake:
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of trajectories that other processes write; with the version, unless columns lack it."""
-        names = self.trajectory_names([key for key in keys if key != POLICY_VERSION])
-        return names | ({POLICY_VERSION: POLICY_VERSION} if POLICY_VERSION in self.specs or not self.specs else {})
+        return self.default_names(keys) | ({} if self.specs else {POLICY_VERSION: POLICY_VERSION})
 
     def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
         """Adds the columns for trajectories like these, which have a valid step; writes none.

@@ -70,11 +70,9 @@ class Feed:
         n_timesteps = int(slots.lengths.max())
         if not n_timesteps or number < self.first_numbers[slots.first // slots.n]:  # it was ended early, or is older
             return
-        steps = slots.lend(None, n_timesteps)
-        versions = torch.full((slots.n, 1), self.version_before + version, dtype=torch.int64, device="cpu")
-        steps = steps.with_views({**steps.views, POLICY_VERSION: versions.expand(-1, n_timesteps)})
-        info = {"env_index": torch.arange(slots.first, slots.first + slots.n, device="cpu")}
-        lengths = torch.from_numpy(slots.lengths)
-        self.writer.add_trajectories(
-            Trajectories.trusted(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, lengths)), self.names
-        )
+        info = {
+            "env_index": torch.arange(slots.first, slots.first + slots.n, device="cpu"),
+            POLICY_VERSION: torch.full((slots.n,), self.version_before + version, dtype=torch.int64, device="cpu"),
+        }
+        steps = TemporalDictTensor.trusted(slots.lend(None, n_timesteps), torch.from_numpy(slots.lengths))
+        self.writer.add_trajectories(Trajectories.trusted(DictTensor.trusted(info), steps), self.names)

@@ -521,6 +521,45 @@ def test_it_takes_what_a_batcher_gives(cluster):
         assert names <= set(batch.keys())
 
 
+def shown_with_states(seed):
+    """Two environments that show what only the critic sees beside their frames."""
+    import gymnasium
+    from gymnasium.spaces import Box, Dict
+
+    from rlstructs import GymEnvInf
+
+    class Shown(gymnasium.ObservationWrapper):
+        def __init__(self):
+            super().__init__(gymnasium.make("CartPole-v1"))
+            self.observation_space = Dict(frame=self.env.observation_space, state=Box(-9, 9, (2,)))
+
+        def observation(self, frame):
+            return {"frame": frame, "state": frame[:2]}
+
+    return GymEnvInf([Shown() for _ in range(2)], seed)
+
+
+def test_it_stores_the_states_that_other_memories_store_fed_or_extended_and_saves_them(cluster, tmp_path):
+    from rlstructs import RL_Batcher
+    from rlstructs.memories.torch import RandomMemory
+
+    here, loaded = RandomMemory(20, 2, device="cpu", seed=0), RayReplay(20, 2, 1, seed=0)
+    with RayReplay(20, 2, 1, seed=0) as fed, RayReplay(20, 2, 1, seed=0) as extended, loaded:
+        with RL_Batcher.make(shown_with_states, n_envs=2, n_workers=0, n_timesteps=8, seed=0, memory=fed) as batcher:
+            batcher.reset()
+            batcher.execute()
+            trajectories, _ = batcher.get()
+        extended.extend(trajectories)
+        extended.add_trajectories(trajectories, fed.make_feed().choose_names(trajectories.trajectories.keys()))
+        here.add_trajectories(trajectories)
+        fed.save(tmp_path / "replay")
+        loaded.load(tmp_path / "replay")
+        for memory in (fed, extended, loaded):
+            found = memory.sample(16)
+            assert {"states", "next_states"} < set(here.get_tensor_names()) < set(found.keys())
+            assert (found["states"] == found["observations"][:, :2]).all()
+
+
 def test_a_batcher_over_ray_feeds_it_and_any_other_memory(cluster):
     import gymnasium
 

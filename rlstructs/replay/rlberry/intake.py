@@ -11,7 +11,7 @@ from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.claims import Claims, dtype_called
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.export import Exporter
-from rlstructs.replay.from_trajectories import NAMES, Steps, key_of
+from rlstructs.replay.from_trajectories import NAMES, STATES, Steps, key_of
 from rlstructs.replay.given import as_rows, is_mapping, spec_of
 from rlstructs.replay.intake import GROW, Intake
 from rlstructs.replay.roles import ends_among
@@ -131,7 +131,7 @@ class TaggedIntake(Intake):
         self._adopt_columns()
 
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
-        known = NAMES | MORE_NAMES
+        known = NAMES | STATES | MORE_NAMES
         return {tag: key_of(tag, known) for tag in self.tags} if self.tags else dict(NAMES)
 
     def check_steps(self, steps: Steps) -> None:

@@ -176,7 +176,7 @@ class DictTensorReplayBuffer(DictTensorBase):
         Raises:
             TypeError, MissingKeyError, SpecError: something does not fit; nothing is added.
         """
-        steps = take_trajectories(trajectories, self._intake.trajectory_names if names is None else names)
+        steps = take_trajectories(trajectories, self._intake.default_names if names is None else names)
         self._rows.store(GivenRows.from_steps(steps), "add_trajectories")
 
     def empty(self, empty_write_count: bool = True) -> None:
