@@ -61,6 +61,15 @@ class Reader(Protocol):
             first: how many numbers to leave out.
         """
 
+    def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
+        """Reads slots of every lane of an array `(n_lanes, n_slots, ...)` in the file.
+
+        Args:
+            name: of the array in the file.
+            array: (n_lanes, n, ...), is filled; of the same dtype, in C order.
+            start: the first of the n slots.
+        """
+
 
 class Archive(Reader, Protocol):
     """An open `.npz` or `.pt` file."""
@@ -94,6 +103,8 @@ class _Member:
 
 class _Archive:
     """A zip archive of uncompressed members, the base class of the readers."""
+
+    text: str
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -137,6 +148,19 @@ class _Archive:
         if array.size:
             offset = self._members[name].offset + first * array.itemsize
             read_into(self._file, offset, array.reshape(-1).view(np.uint8).data)
+
+    def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
+        read_slots(self, name, array, start)
+
+
+def read_slots(reader: Reader, name: str, array: np.ndarray, start: int) -> None:
+    """Does what `Reader.read_slots` says, one lane after another."""
+    n_slots, row = reader.spec_of(name)[1][1], math.prod(array.shape[2:])
+    if array.shape[1] == n_slots:
+        reader.read_into(name, array)
+        return
+    for lane, rows in enumerate(array):
+        reader.read_into(name, rows, (lane * n_slots + start) * row)
 
 
 def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:

@@ -169,7 +169,14 @@ class _Hdf5:
         if array.size and array.size == math.prod(shape):
             self._datasets[name].read_direct(array.reshape(shape))
         elif array.size:
-            array[...] = self._datasets[name][()].reshape(-1)[first : first + array.size].reshape(array.shape)
+            row = math.prod(shape[1:])
+            start, skipped = divmod(first, row)
+            rows = self._datasets[name][start : -(-(first + array.size) // row)]
+            array[...] = rows.reshape(-1)[skipped : skipped + array.size].reshape(array.shape)
+
+    def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
+        if array.size:
+            self._datasets[name].read_direct(array, np.s_[:, start : start + array.shape[1]])
 
 
 def _check_chunk(name: str, data: bytes, mask: int, filters: list[int], nbytes: int) -> None:

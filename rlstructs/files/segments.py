@@ -282,8 +282,14 @@ class SegmentReader:
         elif self.cut[name].axis == 0:
             self._read_in_order(name, array.reshape(-1), first)
         else:
-            assert not first  # only arrays whose files follow one another are read in parts
-            self._read_across(name, array)
+            assert not first  # numbers that follow one another are in many files: `read_slots` reads parts of these
+            self._read_across(name, array.reshape(self.cut[name].cut_shape), 0)
+
+    def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
+        if name in self.cut:
+            self._read_across(name, array, start)
+        else:
+            self._whole.read_slots(name, array, start)
 
     def _read_in_order(self, name: str, numbers: np.ndarray, first: int) -> None:
         """Reads numbers of an array whose files follow one another."""
@@ -297,15 +303,17 @@ class SegmentReader:
                 archive.read_into(name, part, skipped)
             done += part.size
 
-    def _read_across(self, name: str, array: np.ndarray) -> None:
-        """Reads an array of which each file holds a part of every row."""
-        cut = self.cut[name]
-        whole = array.reshape(cut.cut_shape)
+    def _read_across(self, name: str, array: np.ndarray, first: int) -> None:
+        """Reads slots, from the `first` on, of an array of which each file holds some slots of every lane."""
+        cut, end = self.cut[name], first + array.shape[1]
+        assert cut.axis == 1
         for number, (start, stop) in enumerate(_segments(cut.n_slots, cut.per_file)):
-            piece = np.empty(cut.piece_shape(start, stop), cut.dtype)
-            with READERS[ENDING](self._folder / _file_name(cut.group, number)) as archive:
-                archive.read_into(name, piece)
-            _slice(whole, cut.axis, start, stop)[...] = piece
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                piece = np.empty(cut.piece_shape(low, high), cut.dtype)
+                with READERS[ENDING](self._folder / _file_name(cut.group, number)) as archive:
+                    archive.read_slots(name, piece, low - start)
+                array[:, low - first : high - first] = piece
 
 
 def _count(value: Any, least: int) -> int:

@@ -81,6 +81,9 @@ def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dic
         if own != new:
             ours = f"in this memory {own.dtype} {own.shape}"
             raise FileError(f"{path}: tensor {name!r} is {new.dtype} {new.shape}, {ours}")
+    if not tensors.storage.is_private and (more := sorted(set(specs) - set(tensors.dtypes))):
+        held = f"has tensor(s) {more}, this memory, which processes share, has {sorted(tensors.dtypes)}"
+        raise FileError(clean_text(f"{path}: {held}: load it into a new memory, and share or feed that"))
     return specs
 
 
@@ -118,8 +121,13 @@ def _prepare_columns(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> C
     tensors.check_room(str(path), missing.values())
     for name, spec in missing.items():
         tensors.plan(name, find_dtype(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
+    try:
+        columns = tensors.allocate().columns
+    except BaseException:
+        tensors.forget(missing)
+        raise
     memory.reset()
-    return tensors.allocate().columns
+    return columns
 
 
 def check_shapes(memory: Memory, specs: Mapping[str, Spec], reader: Reader) -> None:

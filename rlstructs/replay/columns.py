@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +21,8 @@ from rlstructs.replay.widening import cast
 
 # How many sets of names `gather` remembers.
 MOST_GATHERINGS = 64
-# Rows of a column in a record that are read from a file at a time.
-ROWS_AT_ONCE = 1 << 14
+# Bytes of a column that are read from a file at a time.
+BYTES_AT_ONCE = 1 << 24
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
@@ -142,10 +142,10 @@ class Columns(RowIds):
         return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
 
     def _allocate(self, specs: Mapping[str, Spec]) -> None:
-        self._blocks = {**self._blocks, **self._make_blocks(specs)}
+        self._blocks = {**self._blocks, **self.make_blocks(specs)}
 
-    def _make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
-        """Memory for columns; small ones share a record."""
+    def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
+        """Memory for columns, for `install`; small ones share a record."""
         blocks: dict[str, Block] = {}
         for group in self._group(specs):
             name = next(iter(group))
@@ -202,14 +202,18 @@ class Columns(RowIds):
 
         A thread that reads meanwhile gets the old or the new ones; `layout` tells whether they were exchanged.
         """
-        blocks = self._make_blocks({name: spec for name, (spec, _) in made.items()})
+        specs = {name: spec for name, (spec, _) in made.items()}
+        blocks = self.make_blocks(specs)
         for name, (spec, values) in made.items():
             self._rows_in(name, blocks[name], spec)[...] = values
+        self.install(specs, blocks, gone)
+
+    def install(self, made: Mapping[str, Spec], blocks: Mapping[str, Block], gone: Iterable[str]) -> None:
+        """Gives columns other specs and the blocks that `make_blocks` made for these, and removes others."""
         self.layout += 1
         gone = set(gone) - made.keys()
-        self._blocks = {name: block for name, block in (self._blocks | blocks).items() if name not in gone}
-        specs = self.specs | {name: spec for name, (spec, _) in made.items()}
-        self.specs = {name: spec for name, spec in specs.items() if name not in gone}
+        self._blocks = {name: block for name, block in {**self._blocks, **blocks}.items() if name not in gone}
+        self.specs = {name: spec for name, spec in {**self.specs, **made}.items() if name not in gone}
         self.has_objects = any(spec.is_object for spec in self.specs.values())
         for name in made:
             self._map_one(name)
@@ -217,6 +221,14 @@ class Columns(RowIds):
             del self.flat[name], self.cells[name]
         self._gatherings = {}
         self.layout += 1
+
+    def emptied(self, capacity: int) -> Columns:
+        """Returns columns of the same kind and of this capacity, without any column."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), specs={}, _blocks={}, has_objects=False)
+        RowIds.__init__(other, self.n_lanes, capacity, self.order)
+        other._map()
+        return other
 
     def move(self, backing: Backing) -> None:
         """Copies all columns to memory of another kind; views of the old memory no longer follow."""
@@ -276,14 +288,14 @@ class Columns(RowIds):
 
     def read_into(self, name: str, read: Callable[[np.ndarray, int], None]) -> None:
         """Fills a column; `read` fills an array (n, *shape) with numbers, from a number of the column on."""
-        rows = self.flat[name]
-        if rows.flags.c_contiguous:
+        rows, spec = self.flat[name], self.specs[name]
+        if self.on_host and rows.flags.c_contiguous:
             read(rows, 0)
             return
-        for start in range(0, self.n_rows, ROWS_AT_ONCE):
-            piece = np.empty_like(rows[start : start + ROWS_AT_ONCE], order="C")
-            read(piece, start * rows[0].size)
-            rows[start : start + ROWS_AT_ONCE] = piece
+        for at, n in pieces(self.n_rows, spec.nbytes):
+            piece = np.empty((n, *spec.shape), spec.dtype)
+            read(piece, at * math.prod(spec.shape))
+            self.put_rows(name, slice(at, at + n), self.converted(name, piece, spec))
 
     def value(self, name: str, number: Any) -> Any:
         """Converts a number for a column, for `put_rows`."""
@@ -394,3 +406,9 @@ class Columns(RowIds):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._map()
+
+
+def pieces(n: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Divides n things of so many bytes for reading: yields the first of each piece and how many it has."""
+    at_once = max(1, BYTES_AT_ONCE // max(1, nbytes))
+    return ((at, min(at_once, n - at)) for at in range(0, n, at_once))

@@ -6,7 +6,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -60,6 +60,13 @@ class TensorColumns(Columns):
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(torch.cuda.mem_get_info(self.device)[0]) + kept
 
+    def emptied(self, capacity: int) -> Columns:
+        """See `Columns.emptied`."""
+        other = super().emptied(capacity)
+        assert isinstance(other, TensorColumns)
+        other._tensors = {}
+        return other
+
     def move(self, backing: Backing) -> None:
         """Raises StateError: tensors of a device cannot be moved."""
         raise StateError(f"the rows lie on {self.device} and cannot be moved; make the memory with device='cpu'")
@@ -82,12 +89,6 @@ class TensorColumns(Columns):
     def slots_to_file(self, name: str, n: int) -> Any:
         """See `Columns.slots_to_file`."""
         return OnDemand(self.cells[name][:, :n], self.specs[name].dtype)
-
-    def read_into(self, name: str, read: Callable[[np.ndarray, int], None]) -> None:
-        """See `Columns.read_into`; the array is in host memory and is then copied."""
-        array = np.empty((self.n_rows, *self.specs[name].shape), self.specs[name].dtype)
-        read(array, 0)
-        self.put_rows(name, slice(None), self.converted(name, array, self.specs[name]))
 
     def put_rows(self, name: str, rows: Any, values: Any) -> None:
         """See `Columns.put_rows`."""

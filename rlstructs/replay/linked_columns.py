@@ -15,7 +15,7 @@ import numpy as np
 
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing
-from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.columns import Columns, Spec, pieces
 from rlstructs.replay.ring import ALL
 from rlstructs.replay.row_ids import LANE
 
@@ -23,8 +23,8 @@ from rlstructs.replay.row_ids import LANE
 SMALLEST = 256
 # Stands for no step.
 NONE = -2
-# The arrays that a file holds of a linked column.
-PARTS = ("at", "values", "newest")
+# Values (n, *shape) of some rows, in pieces: the number of the first, and the values.
+Values = Iterable[tuple[int, np.ndarray]]
 
 
 @dataclass
@@ -100,6 +100,13 @@ class LinkedColumns(Columns):
         self._map_one(name)
         self.layout += 1
 
+    def emptied(self, capacity: int) -> Columns:
+        """See `Columns.emptied`."""
+        other = super().emptied(capacity)
+        assert isinstance(other, LinkedColumns)
+        other.links = {}
+        return other
+
     def move(self, backing: Backing) -> None:
         """See `Columns.move`; raises StateError if a column is linked."""
         if self.links:
@@ -112,7 +119,7 @@ class LinkedColumns(Columns):
         super().resize(capacity)
         for name, arrays in held.items():
             self.link(name, self.links[name].source)
-            self.restore_link(name, arrays, self.ring.head)
+            self.restore_link(name, arrays, [(0, arrays["values"])], self.ring.head)
 
     def write_links(
         self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
@@ -220,61 +227,81 @@ class LinkedColumns(Columns):
         newest = link.waiting[link.find_newest(self.ring.head, every), every]
         return {"at": at, "values": self._rows_of(name)[rows], "newest": newest}
 
-    def restore_link(self, name: str, arrays: Mapping[str, np.ndarray], head: np.ndarray) -> None:
-        """Restores a linked column from what `link_arrays` returned when the heads were these, int64 (n_lanes,)."""
+    def restore_link(self, name: str, arrays: Mapping[str, np.ndarray], values: Values, head: np.ndarray) -> None:
+        """Restores a linked column from what `link_arrays` returned.
+
+        Args:
+            name: of the column.
+            arrays: `at` and `newest`.
+            values: `values`, in pieces.
+            head: int64 (n_lanes,), the heads at that time.
+        """
         link, (lanes, slots) = self.links[name], arrays["at"].T
-        fits = slots < self.capacity
-        rows = self.rows(lanes, slots)[fits]
+        fits, rows = slots < self.capacity, self.rows(lanes, slots)
         link.is_separate[...] = False
-        link.is_separate[rows] = True
-        self._rows_of(name)[rows] = arrays["values"][fits]
+        link.is_separate[rows[fits]] = True
+        for start, piece in values:
+            part = slice(start, start + len(piece))
+            self._rows_of(name)[rows[part][fits[part]]] = piece[fits[part]]
         link.waiting[0], link.steps[0], link.steps[1] = arrays["newest"], head - 1, NONE
 
 
-def checked_arrays(
-    name: str, arrays: dict[str, np.ndarray], spec: Spec, shape: tuple[int, int]
-) -> dict[str, np.ndarray]:
-    """`arrays`, if `LinkedColumns.link_arrays` can have returned them.
+def check_link(
+    name: str, arrays: Mapping[str, np.ndarray], values: tuple[Any, tuple[int, ...]], spec: Spec, shape: tuple[int, int]
+) -> None:
+    """Checks that `LinkedColumns.link_arrays` can have returned these.
 
     Args:
         name: of the linked column.
-        arrays: by name.
+        arrays: `at` and `newest`.
+        values: the dtype and shape of `values`.
         spec: of the column.
         shape: lanes, and rows of each.
 
     Raises:
         ValueError: it cannot.
     """
-    at, values, newest = (arrays[part] for part in PARTS)
-    fit = at.shape[1:] == (2,) and values.shape == (len(at), *spec.shape) and newest.shape == (shape[0], *spec.shape)
-    if not (fit and at.dtype.kind == "i" and values.dtype == newest.dtype == spec.dtype):
+    at, newest = arrays["at"], arrays["newest"]
+    fit = at.shape[1:] == (2,) and newest.shape == (shape[0], *spec.shape)
+    if not (fit and values == (spec.dtype, (len(at), *spec.shape)) and at.dtype.kind == "i"):
+        raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
+    if newest.dtype != spec.dtype:
         raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
     if at.size and not ((at >= 0) & (at < shape)).all():
         raise ValueError(f"{name!r} has rows that there are not")
-    return arrays
 
 
-def unlinked(source: np.ndarray, arrays: Mapping[str, np.ndarray], counters: np.ndarray, capacity: int) -> np.ndarray:
-    """The values of a column that is linked in a file, for a store in which it is not.
+def fill_unlinked(
+    columns: Columns, name: str, source: str, arrays: Mapping[str, np.ndarray], values: Values, n_slots: int,
+    counters: np.ndarray,
+) -> None:  # fmt: skip
+    """Fills a column that is linked in a file, in a store in which it is not.
 
     Args:
-        source: the first slots of the column that it was stored through, (n_lanes, n_slots, *shape).
-        arrays: as of `LinkedColumns.link_arrays`.
+        columns: of the store, in which the rows of `source` have been restored.
+        name: of the column.
+        source: the column that it was stored through.
+        arrays: `at` and `newest` of `LinkedColumns.link_arrays`.
+        values: its `values`, in pieces.
+        n_slots: how many slots of each lane the file holds.
         counters: of the ring, int64 (3, n_lanes).
-        capacity: rows per lane.
-
-    Returns:
-        Of the shape and dtype of `source`.
     """
-    values, n_slots = np.roll(source, -1, axis=1), source.shape[1]
+    spec, every = columns.specs[name], slice(None)
+    for start, n in pieces(n_slots, spec.nbytes * columns.n_lanes):
+        n_before = min(n, n_slots - 1 - start)  # the last slot is followed by the first
+        following = columns.cells[source][:, start + 1 : start + 1 + n_before]
+        columns.put_cells(name, every, slice(start, start + n_before), following)
+        if n_before < n:
+            columns.put_cells(name, every, n_slots - 1, columns.cells[source][:, 0])
     lanes, slots = arrays["at"].T
-    used = slots < n_slots
-    values[lanes[used], slots[used]] = arrays["values"][used]
+    fits, rows = slots < n_slots, columns.rows(lanes, slots)
+    for start, piece in values:
+        part = slice(start, start + len(piece))
+        columns.put_rows(name, rows[part][fits[part]], columns.converted(name, piece[fits[part]], spec))
     base, _, head = counters
-    slots = (head - 1) % capacity
+    slots = (head - 1) % columns.capacity
     lanes = np.flatnonzero((head > base) & (slots < n_slots))
-    values[lanes, slots[lanes]] = arrays["newest"][lanes]
-    return values
+    columns.put_rows(name, columns.rows(lanes, slots[lanes]), columns.converted(name, arrays["newest"][lanes], spec))
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:

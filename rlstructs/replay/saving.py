@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from rlstructs.replay.claims import (
     spec_in,
     whole,
 )
-from rlstructs.replay.columns import Spec
+from rlstructs.replay.columns import Spec, pieces
 from rlstructs.replay.episodes import BYTES_PER_ROW, EPISODE
-from rlstructs.replay.linked_columns import PARTS, LinkedColumns, checked_arrays, unlinked
+from rlstructs.replay.linked_columns import LinkedColumns, check_link, fill_unlinked
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.ring import HEAD, N_COUNTERS
 from rlstructs.replay.roles import source_of
@@ -133,10 +133,6 @@ class _Arrays:
         inner.specs = {name[len(prefix) :]: spec for name, spec in self.specs.items() if name.startswith(prefix)}
         return inner
 
-    @property
-    def nbytes(self) -> int:
-        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.specs.values())
-
     def check(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         """Raises ValueError unless an array has this dtype and shape, and KeyError if there is none."""
         if self.specs[name] != (dtype, shape):
@@ -149,6 +145,23 @@ class _Arrays:
         array = np.empty(shape, dtype)
         self._reader.read_into(self._prefix + name, array)
         return array
+
+    def pieces(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Reads an array `(n, ...)` in pieces; yields the number of the first row of each, and its rows."""
+        dtype, (n, *shape) = self.specs[name]
+        size = math.prod(shape)
+        for start, some in pieces(n, size * dtype.itemsize):
+            array = np.empty((some, *shape), dtype)
+            self._reader.read_into(self._prefix + name, array, start * size)
+            yield start, array
+
+    def slots(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """Reads an array `(n_lanes, n_slots, ...)` some slots at a time; yields these and their rows."""
+        dtype, (n_lanes, n_slots, *shape) = self.specs[name]
+        for start, some in pieces(n_slots, n_lanes * math.prod(shape) * dtype.itemsize):
+            array = np.empty((n_lanes, some, *shape), dtype)
+            self._reader.read_slots(self._prefix + name, array, start)
+            yield slice(start, start + some), array
 
 
 def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
@@ -208,10 +221,17 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
     Raises:
         FileError, ValueError, KeyError, TypeError: it does not fit.
     """
-    return _restorer(buffer, source, _Arrays(reader, header["arrays"]), header)
+    make_room = _restorer(buffer, source, _Arrays(reader, header["arrays"]), header)
+    return lambda: make_room()()
 
 
-def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, Any]) -> Callable[[], None]:
+# Makes room for what a file holds, and returns a function that restores it; that raises only what reading raises.
+MakeRoom = Callable[[], Callable[[], None]]
+
+
+def _restorer(
+    buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, Any], n_bytes_beside: int = 0
+) -> MakeRoom:
     layout.check_class(path, header, type(buffer).__name__)
     storage, state = buffer._storage, header["state"]
     columns = storage.columns
@@ -222,9 +242,11 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
             f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
         )
     specs, linked = _columns_in(buffer, path, arrays, state)
+    can_link = buffer._intake.can_link
+    will_link = {name: source for name, source in linked.items() if not columns.specs and can_link(name, specs)}
     objects = {name: arrays.read(OBJECTS + name) for name, spec in specs.items() if spec.dtype == OBJECT}
-    n_bytes = arrays.nbytes + sum(map(object_files.nbytes_of, objects.values()))
-    _require_room(path, n_bytes + _nbytes_per_new_row(buffer, specs, linked) * n_lanes * capacity)
+    n_bytes = n_bytes_beside + _nbytes_needed(buffer, specs, will_link, arrays, (capacity, n_slots))
+    _require_room(path, n_bytes + sum(map(object_files.nbytes_of, objects.values())))
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
     counters = arrays.read(RING, np.int64, (N_COUNTERS, n_lanes))
@@ -234,51 +256,72 @@ def _restorer(buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, A
     if not specs and len(claims.ring):
         raise ValueError(f"it has {len(claims.ring)} rows of no column")
     check_episodes(episodes, claims.ring)
-    found = {name: {part: arrays.read(f"{LINKS}{name}/{part}") for part in PARTS} for name in linked}
-    links = {name: checked_arrays(name, parts, specs[name], (n_lanes, capacity)) for name, parts in found.items()}
+    links = {name: {part: arrays.read(f"{LINKS}{name}/{part}") for part in ("at", "newest")} for name in linked}
+    for name, parts in links.items():
+        check_link(name, parts, arrays.specs[f"{LINKS}{name}/values"], specs[name], (n_lanes, capacity))
     more = {name: arrays.read(MORE + name) for name in arrays.inside(MORE).specs}
     generator = generator_in(state["rng"])
     restore_own = buffer._restorer(state["own"], more, claims)
     values = {name: object_files.from_json(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
-    restore_inner = _inner_restorers(buffer, path, arrays, state)
+    inner_rooms = _inner_restorers(buffer, path, arrays, state, n_bytes)
 
-    def restore() -> None:
-        for restore_one in restore_inner:
-            restore_one()
-        storage.clear()
-        storage.alignment = alignment
-        if storage.columns.capacity != capacity:
-            storage.grow(capacity)
-        _make_columns(buffer, specs, linked)
-        for name in specs:
-            if name in values:
-                storage.columns.restore_slots(name, values[name])
-            else:
-                _restore_column(storage, name, linked.get(name), links.get(name), counters, arrays)
-        storage.restore(counters, episodes)
-        buffer._rng = generator
-        restore_own()
+    def make_room() -> Callable[[], None]:
+        restore_inner = [make_one() for make_one in inner_rooms]
+        drop_rows = storage.make_room(specs, will_link, capacity)
 
-    return restore
+        def restore() -> None:
+            for restore_one in restore_inner:
+                restore_one()
+            drop_rows()
+            storage.alignment = alignment
+            for name, array in values.items():
+                storage.columns.restore_slots(name, array)
+            _restore_columns(storage, arrays, linked, links, counters)
+            storage.restore(counters, episodes)
+            buffer._rng = generator
+            restore_own()
+
+        return restore
+
+    return make_room
 
 
-def _nbytes_per_new_row(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> int:
-    """Bytes per row of the columns that a buffer without columns has to create; 0 if it has columns."""
-    if buffer._storage.columns.specs:
-        return 0
-    can_link = buffer._intake.can_link
-    return sum(spec.nbytes for name, spec in specs.items() if name not in linked or not can_link(name, specs))
+def _nbytes_needed(
+    buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str], arrays: _Arrays, slots: tuple[int, int]
+) -> int:
+    """Bytes that a load takes beside what the buffer has already.
+
+    Args:
+        buffer: the buffer.
+        specs: of the columns in the file.
+        linked: those that will be linked.
+        arrays: in the file; all but the rows are read before anything changes.
+        slots: of each lane: how many there are, and how many are in the file.
+    """
+    storage, columns = buffer._storage, buffer._storage.columns
+    capacity, n_slots = slots
+    # Memory that nothing was written to yet is not taken yet.
+    n_untouched = max(0, n_slots - int(storage.ring.reserved.max()))
+    n_bytes = 0
+    for name, spec in specs.items():
+        is_there = columns.specs.get(name) == spec and columns.capacity == capacity
+        if name in columns.links and f"{LINKS}{name}/at" not in arrays.specs:
+            n_bytes += spec.nbytes * n_slots  # it gets rows of its own
+        elif name not in columns.links and name not in linked:
+            n_bytes += spec.nbytes * (n_untouched if is_there else capacity)
+    read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
+    return n_bytes * columns.n_lanes + sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
 
 
 def _inner_restorers(
-    buffer: Buffer, path: Any, arrays: _Arrays, state: Mapping[str, Any]
-) -> list[Callable[[], None]]:
-    """Checks the inner buffers and returns the functions that restore them."""
+    buffer: Buffer, path: Any, arrays: _Arrays, state: Mapping[str, Any], n_bytes: int
+) -> list[MakeRoom]:
+    """Checks the inner buffers and returns the functions that restore them; `n_bytes` are needed beside theirs."""
     restorers = []
     for key, inner in buffer._inner().items():
         if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
             raise ValueError(f"the buffer {key!r} in it has other columns than it has")
-        restorers.append(_restorer(inner, path, arrays.inside(f"{INNER}{key}/"), state["inner"][key]))
+        restorers.append(_restorer(inner, path, arrays.inside(f"{INNER}{key}/"), state["inner"][key], n_bytes))
     return restorers
 
 
@@ -291,6 +334,9 @@ def _columns_in(
     linked = dict(state["linked"])
     if columns.specs and specs != columns.specs and _strict(buffer, specs) != _strict(buffer, columns.specs):
         raise FileError(f"{path}: has columns {clean_text(_shown(specs))}, this buffer {_shown(columns.specs)}")
+    if specs != columns.specs and not buffer._storage.is_private:
+        held = f"has columns {clean_text(_shown(specs))}, this buffer {_shown(columns.specs)}"
+        raise FileError(f"{path}: {held}, which processes share: load it into a new buffer, and feed that")
     for name, spec in specs.items():
         if spec.dtype == OBJECT:
             dtype, shape = arrays.specs[OBJECTS + name]
@@ -308,33 +354,36 @@ def _columns_in(
     return specs, linked
 
 
-def _make_columns(buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str]) -> None:
-    """Creates the missing columns of a file; a column that is linked in the file is linked here if possible."""
-    storage, held, can_link = buffer._storage, buffer._storage.columns.specs, buffer._intake.can_link
-    if not held:
-        storage.add_columns(specs, {name: source for name, source in linked.items() if can_link(name, specs)})
-    elif held != specs:
-        storage.exchange({}, [name for name, spec in held.items() if specs.get(name) != spec])
-        storage.add_columns({name: spec for name, spec in specs.items() if name not in storage.columns.specs})
-
-
-def _restore_column(
+def _restore_columns(
     storage: Storage,
-    name: str,
-    source: str | None,
-    link: Mapping[str, np.ndarray] | None,
-    counters: np.ndarray,
     arrays: _Arrays,
+    linked: Mapping[str, str],
+    links: Mapping[str, Mapping[str, np.ndarray]],
+    counters: np.ndarray,
 ) -> None:
-    """Reads a column of a file into a store; it may be linked, to `source`, in either of them or in both."""
+    """Reads the columns of numbers into a store, piece by piece; one may be linked in the file, in the store, or both.
+
+    Args:
+        storage: the store, without rows.
+        arrays: the file.
+        linked: the columns that are linked in the file -> their sources.
+        links: what was read of them.
+        counters: of the file.
+    """
     columns = storage.columns
-    if isinstance(columns, LinkedColumns) and name in columns.links:
-        if link is not None:
-            columns.restore_link(name, link, counters[HEAD])
-            return
-        columns.unlink(name)
-    values = arrays.read(ROWS + (source or name))
-    columns.restore_slots(name, values if link is None else unlinked(values, link, counters, columns.capacity))
+    for name in [name for name in columns.links if name not in linked]:
+        cast(LinkedColumns, columns).unlink(name)
+    for name, spec in columns.specs.items():
+        if name not in linked and not spec.is_object:
+            for slots, rows in arrays.slots(ROWS + name):
+                columns.put_cells(name, slice(None), slots, columns.converted(name, rows, spec))
+    n_slots = arrays.specs[EPISODES][1][1]
+    for name, source in linked.items():
+        values = arrays.pieces(f"{LINKS}{name}/values")
+        if name in columns.links:
+            cast(LinkedColumns, columns).restore_link(name, links[name], values, counters[HEAD])
+        else:
+            fill_unlinked(columns, name, source, links[name], values, n_slots, counters)
 
 
 def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:

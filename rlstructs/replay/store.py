@@ -150,6 +150,49 @@ class Storage(CopiedWhole):
             before, self.columns = self.columns, columns
             return before
 
+    def make_room(self, specs: Mapping[str, Spec], linked: Mapping[str, str], capacity: int) -> Callable[[], None]:
+        """Allocates what these columns need; the returned function drops every row and has the store take them.
+
+        Args:
+            specs: all columns that there will be.
+            linked: names among these that are linked where the store has no column yet; see `add_columns`.
+            capacity: rows per lane.
+
+        Raises:
+            OutOfMemoryError: there is too little memory; nothing changes.
+        """
+        columns, held, episodes = self.columns, self.columns.specs, self.episodes
+        if held and capacity == columns.capacity:
+            made = {name: spec for name, spec in specs.items() if held.get(name) != spec}
+            gone = [name for name in held if name not in specs]
+            blocks = columns.make_blocks(made) if made or gone else {}
+
+            def take_over() -> None:
+                if made or gone:
+                    columns.install(made, blocks, gone)
+        else:
+            fresh = columns.emptied(capacity)
+            fresh.add_all({name: spec for name, spec in specs.items() if name not in linked})
+            for name in specs:
+                if name in linked:
+                    cast(LinkedColumns, fresh).link(name, linked[name])
+            if episodes is not None and capacity != columns.capacity:
+                episodes = Episodes(Ring(self.ring.counters, capacity), columns.order, self._backing)
+
+            def take_over() -> None:
+                self.take_columns(fresh)
+                self.episodes = episodes
+                self._map()
+
+        def drop_rows() -> None:
+            with self.lock:
+                self.clear()
+                take_over()
+                self.note_rewrite()
+                self.poison(specs)
+
+        return drop_rows
+
     def restore(self, counters: np.ndarray, episodes: np.ndarray | None) -> None:
         """Sets the counters and episodes of a file.
 

@@ -85,6 +85,10 @@ class TensorReader:
         """Copies numbers of an array."""
         array[...] = self._arrays[name].reshape(-1)[first : first + array.size].reshape(array.shape)
 
+    def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
+        """Copies slots of every lane of an array."""
+        array[...] = self._arrays[name][:, start : start + array.shape[1]]
+
 
 def dump(buffer: Buffer, folder: Path) -> None:
     """Writes a buffer to a folder, which is created if it does not exist."""
