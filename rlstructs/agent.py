@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,14 +18,17 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys
 from rlstructs.workers.public_names import set_module
 
+# Longer lists and dicts in an agent are not searched for networks: they hold data, and every rollout would read them.
+MOST_PARTS = 100
+
 
 @set_module("rlstructs")
 class RL_Agent:
     """Acts on a batch of environments at once; subclass it.
 
     Row j of every argument and result belongs to the same environment. Workers call it without
-    gradients. `agent_info` lies on the CPU, everything else on the batcher's device.
-    `rlstructs.testing.check_agent` checks one.
+    gradients, and with its networks in evaluation mode (see `keeps_modes`). `agent_info` lies on the CPU, everything
+    else on the batcher's device. `rlstructs.testing.check_agent` checks one.
 
     Example:
         >>> class Alternating(RL_Agent):
@@ -43,6 +48,12 @@ class RL_Agent:
     #: `__call__` neither writes to its arguments, except the state, nor keeps them, in the state or elsewhere. A class
     #: that defines its own `__call__` has to set it again.
     takes_views: ClassVar[bool] = False
+
+    #: False acts in evaluation mode: while workers and `RL_Batcher.evaluate` call the agent, the `torch.nn.Module` that
+    #: it is, and those in its attributes, in lists and dicts there and in agents there, do not train, so that dropout
+    #: is off and batch norms use their running statistics; afterwards they are in the mode that they were in. True
+    #: leaves them in their own mode.
+    keeps_modes: bool = False
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """The state before the first step after a reset, by `RL_Batcher.reset` or between two rollouts.
@@ -147,6 +158,39 @@ def takes_views(agent: Any) -> bool:
         if "__call__" in vars(cls):
             break
     return False
+
+
+@contextlib.contextmanager
+def evaluation_mode(agent: Any) -> Iterator[None]:
+    """Has the networks of an agent in evaluation mode in a `with` block, unless it keeps their modes."""
+    # The flag alone, not `eval()`: it can be put back, part by part, and a network may be the trainer's own.
+    parts = [part for network in _networks(agent) for part in network.modules() if getattr(part, "training", False)]
+    for part in parts:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.training = True
+
+
+def _networks(agent: Any) -> Iterator[torch.nn.Module]:
+    """Yields the networks that an agent is or holds."""
+    left, seen = [agent], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        is_agent = value is agent or isinstance(value, RL_Agent)
+        if is_agent and getattr(value, "keeps_modes", False):
+            continue
+        if isinstance(value, torch.nn.Module):
+            yield value
+        if is_agent:
+            left += getattr(value, "__dict__", {}).values()
+        elif isinstance(value, (list, tuple, dict)) and len(value) <= MOST_PARTS:
+            left += value.values() if isinstance(value, dict) else value
 
 
 @set_module("rlstructs")

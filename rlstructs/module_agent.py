@@ -38,6 +38,9 @@ class ModuleAgent(RL_Agent):
         observation_space: if it is a Dict or Tuple, the module gets a dict of its entries, named as in observations;
             otherwise, and for None, it gets `observation["frame"]`.
         device: the device of the observations.
+        training: whether the module acts in training mode, as for noise that explores; otherwise it acts in evaluation
+            mode, in which dropout is off and batch norms use their running statistics. The mode in which it is given
+            does not matter, and stays as it is.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`, or cannot be copied.
@@ -56,13 +59,15 @@ class ModuleAgent(RL_Agent):
         action_space: gymnasium.Space[Any],
         observation_space: gymnasium.Space[Any] | None = None,
         device: torch.device | str = "cpu",
+        training: bool = False,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"ModuleAgent: module must be a torch.nn.Module, got {type(module).__name__}")
         if not isinstance(action_space, SUPPORTED):
             kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
             raise SpecError(f"ModuleAgent: an action space must be one of {kinds}, got {action_space}")
-        self.module: torch.nn.Module = copy_plain(module).to(device)
+        self.module: torch.nn.Module = copy_plain(module).to(device).train(training)
+        self.keeps_modes = training
         self._space, self._keys = action_space, None
         if isinstance(observation_space, (spaces.Dict, spaces.Tuple)):
             self._keys = [leaf.key for leaf in list_leaves(observation_space, "observation")]

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from torch.distributions import Categorical, Normal
 
-from rlstructs import DictTensor, ModuleAgent, SpecError
+from rlstructs import (
+    DictTensor,
+    GymEnvInf,
+    ModuleAgent,
+    RL_Agent,
+    RL_Agent_CheckDevice,
+    RL_Batcher,
+    SpecError,
+    replay_agent,
+)
 from rlstructs.shared.module_state import plain_state
+from rlstructs.testing import check_agent
 
 N = 2000
 
@@ -147,3 +160,133 @@ def test_what_is_no_network_or_no_supported_space_is_refused():
         ModuleAgent(lambda inputs: inputs, spaces.Discrete(2))
     with pytest.raises(SpecError, match=r"must be one of Discrete, MultiDiscrete, MultiBinary, Box, got Dict"):
         ModuleAgent(torch.nn.Identity(), spaces.Dict({"a": spaces.Discrete(2)}))
+
+
+class Asked(gymnasium.Env):
+    """Episodes of 3 steps; the reward is the action."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.zeros(2, np.float32), float(action), self.t == 3, False, {}
+
+
+class Mode(torch.nn.Module):
+    """Takes action 1 in training mode, 0 in evaluation mode."""
+
+    def forward(self, frame):
+        return torch.tensor([0.0, 1000.0 if self.training else -1000.0]).expand(len(frame), 2)
+
+
+class Holder(RL_Agent):
+    """Acts with a network that it holds, in some way."""
+
+    def __init__(self, held, find=lambda held: held):
+        self.held, self.find = held, find
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        return DictTensor({"action": self.find(self.held)(observation["frame"]).argmax(-1)}), state
+
+
+class Network(RL_Agent, torch.nn.Module):
+    """An agent that is a network; it holds itself, too."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.mode, self.agents = Mode(), [self]
+
+    initial_state, find = Holder.initial_state, lambda self, held: self.mode
+
+    @property
+    def held(self):
+        return self
+
+    def forward(self, *arguments, **others):
+        return Holder.__call__(self, *arguments, **others)
+
+    __call__ = forward
+
+
+KEEPING = type("Keeping", (Holder,), {"keeps_modes": True})
+AGENTS = {
+    "network": Mode, "function": lambda: Mode, "ModuleAgent": lambda: ModuleAgent(Mode(), Asked.action_space),
+    "attribute": lambda: Holder(Mode()), "list": lambda: Holder([Mode()], lambda held: held[0]),
+    "dict": lambda: Holder({"a": (Mode(),)}, lambda held: held["a"][0]), "agent": Network,
+    "agent in an agent": lambda: RL_Agent_CheckDevice(Holder(Mode()), "cpu"),
+}  # fmt: skip
+TRAINING = {
+    "ModuleAgent": lambda: ModuleAgent(Mode().eval(), Asked.action_space, training=True),
+    "attribute": lambda: KEEPING(Mode()), "agent in an agent": lambda: RL_Agent_CheckDevice(KEEPING(Mode()), "cpu"),
+}  # fmt: skip
+MODES = [*((name, make, 0) for name, make in AGENTS.items()), *((name, make, 1) for name, make in TRAINING.items())]
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+@pytest.mark.parametrize(("make", "action"), [mode[1:] for mode in MODES], ids=[f"{m[0]}-{m[2]}" for m in MODES])
+def test_networks_act_in_evaluation_mode_unless_their_agent_keeps_their_modes(make, action, n_workers):
+    with RL_Batcher.make(Asked, make(), n_envs=2, n_workers=n_workers, n_timesteps=4, seed=0) as batcher:
+        steps = next(iter(batcher)).trajectories
+        assert (steps["action/action"] == action).all()
+        assert (batcher.evaluate(2, seed=0)["return"] == 3 * action).all()
+
+
+@pytest.mark.parametrize(("training", "action"), [(False, 0), (True, 1)])
+def test_the_mode_in_which_a_network_is_given_or_sent_does_not_matter(training, action):
+    network = Mode()
+    network.layer = torch.nn.Linear(1, 1)
+    agent = ModuleAgent(network.train(not training), Asked.action_space, training=training)
+    with RL_Batcher.make(Asked, agent, n_envs=2, n_workers=0, n_timesteps=4, seed=0) as batcher:
+        for mode in (True, False):
+            batcher.update(network.train(mode))
+            assert (next(iter(batcher)).trajectories["action/action"] == action).all()
+            assert network.training == network.layer.training == mode
+
+
+def test_a_network_that_the_trainer_shares_is_put_back_into_its_modes_even_after_an_error():
+    network = torch.nn.Sequential(Mode(), torch.nn.Dropout(0.5).eval())
+    modes, calls = [part.training for part in network.modules()], []
+
+    def check(held):
+        calls.append([part.training for part in network.modules()])
+        if len(calls) > 6:
+            raise ZeroDivisionError
+        return held
+
+    agent = Holder(network, check)
+    with RL_Batcher(4, lambda: agent, {}, partial(GymEnvInf, [Asked()]), {}, 0, 0) as batcher:
+        next(iter(batcher))
+        assert [part.training for part in network.modules()] == modes == [True, True, False]
+        batcher.execute()
+        with pytest.raises(ZeroDivisionError):
+            batcher.get()
+    assert calls == [[False] * 3] * 7 and [part.training for part in network.modules()] == modes
+
+
+def test_log_probabilities_are_those_of_the_whole_network_and_one_environment_is_enough_for_a_batch_norm():
+    layers = torch.nn.Linear(2, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)
+    network = torch.nn.Sequential(*layers)
+    with RL_Batcher.make(Asked, network, n_envs=1, n_workers=0, n_timesteps=9, seed=0) as batcher:
+        batch = next(iter(batcher))
+    assert network.training
+    with torch.no_grad():
+        wanted = Categorical(logits=network.eval()(batch.trajectories["observation/frame"][0]))
+    steps = {name: batch.trajectories[f"action/{name}"][0] for name in ("action", "log_prob")}
+    torch.testing.assert_close(steps["log_prob"], wanted.log_prob(steps["action"]))
+    replayed = replay_agent(ModuleAgent(network.train(), Asked.action_space), batch)
+    assert replayed["log_prob"].requires_grad and replayed["action"].shape == (1, 9)
+
+
+def test_check_agent_acts_and_replays_in_evaluation_mode():
+    networks = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 2)]
+    agent = Holder(torch.nn.Sequential(*networks))
+    check_agent(agent, DictTensor({"frame": torch.randn(4, 2), "initial_state": torch.ones(4, dtype=torch.bool)}))
+    assert agent.held.training

@@ -182,7 +182,8 @@ class RL_Batcher(BatcherBase):
                 environments. It is called in each worker, with those of `n_envs`, `num_envs` and `seed` that it takes.
             agent: an `RL_Agent`, copied to each worker; or a network that maps observations to logits or to actions, or
                 returns a `torch.distributions.Distribution` (see `ModuleAgent`); or a function that makes one of these
-                and may take `observation_space` and `action_space`; or None for random actions.
+                and may take `observation_space` and `action_space`; or None for random actions. Networks act in
+                evaluation mode (see `RL_Agent.keeps_modes`).
             n_envs: N, the number of environments of all workers, a multiple of `n_workers`.
             n_workers: W; 0 runs the environments in this process; None for as many as there are cores.
             n_timesteps, device: see the constructor.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlstructs.agent import RL_Agent
+from rlstructs.agent import RL_Agent, evaluation_mode
 from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.row_adapter import row_env
@@ -191,7 +191,8 @@ class RolloutJob:
         assert progress.state is not None
         agent_info = slots.info("agent_info/")
         info = agent_info if agent_info.empty() else agent_info.index(which)
-        state = initial_state(self.agent, info, which.size)
+        with evaluation_mode(self.agent):
+            state = initial_state(self.agent, info, which.size)
         slots.check_state(state, which.size)
         if not state.empty():
             state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
@@ -356,7 +357,8 @@ class RolloutJob:
             agent = self._make_agent(agent_args)
             try:
                 self._seed(agent, settings.seeds[self.index])
-                output, state = first_step(agent, seen, repeat_row(settings.agent_info, n), n)
+                with evaluation_mode(agent):
+                    output, state = first_step(agent, seen, repeat_row(settings.agent_info, n), n)
             finally:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}

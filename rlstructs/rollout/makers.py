@@ -112,6 +112,9 @@ def select_arguments(
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
         return {}
+    made = function.func if isinstance(function, partial) else function
+    if getattr(made, "__init__", None) is torch.nn.Module.__init__:  # it has `**kwargs`, and takes none
+        return {}
     if not only_named and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
     named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rlstructs.agent import RL_Agent, takes_views
+from rlstructs.agent import RL_Agent, evaluation_mode, takes_views
 from rlstructs.envs.row_env import RowEnv, SplitEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.progress import Clock, Progress
@@ -56,7 +56,8 @@ def acquire(
     Returns:
         Where the rollout stopped. `slots.lengths` holds the number of steps in each slot.
     """
-    progress_after = _resume(Rollout(acting_agent, env, slots, progress, agent_info).run())
+    with evaluation_mode(acting_agent.agent):
+        progress_after = _resume(Rollout(acting_agent, env, slots, progress, agent_info).run())
     assert progress_after is not None
     return progress_after
 
@@ -90,11 +91,12 @@ def acquire_in_turns(
         index: Rollout(acting_agent, env, own, reached, info).run(env) for index, (env, own, reached, info) in groups
     }
     progress_after: dict[int, Progress] = {}
-    while rollouts:
-        for index in list(rollouts):
-            if (found := _resume(rollouts[index])) is not None:
-                progress_after[index] = found
-                del rollouts[index]
+    with evaluation_mode(acting_agent.agent):
+        while rollouts:
+            for index in list(rollouts):
+                if (found := _resume(rollouts[index])) is not None:
+                    progress_after[index] = found
+                    del rollouts[index]
     return [progress_after[index] for index in range(len(envs))]
 
 

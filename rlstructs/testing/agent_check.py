@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from rlstructs.agent import RL_Agent, replay_agent
+from rlstructs.agent import RL_Agent, evaluation_mode, replay_agent
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.probe import check_batch_first, repeat_row
@@ -109,7 +109,7 @@ class _AgentCheck:
     def _check_batch_first(self, observation: DictTensor) -> None:
         """Checks that no state has the shape (layers, B, ...), which looks right if there are B layers."""
         agent, info = self._make_seeded(), repeat_row(self._info, observation.n_elems())
-        with torch.no_grad():
+        with torch.no_grad(), evaluation_mode(agent):
             state = agent.initial_state(info.clone(), observation.n_elems())
             check_batch_first(self._name, agent, state.to(observation.device() or "cpu"), observation, info)
 
@@ -196,7 +196,8 @@ class _AgentCheck:
         return [record_rollout(agent, script, self._info, overwrite) for _ in range(2)]
 
     def _compare(self, agent: Any, rollout: Recording, keys: Sequence[str], why: str) -> None:
-        outputs = replay_agent(agent, rollout.trajectories())
+        with evaluation_mode(agent):
+            outputs = replay_agent(agent, rollout.trajectories())
         for key in keys:
             if key not in outputs:
                 raise SpecError(f"{self._name}: replay_agent gives no {key!r}, which is an output of the agent")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlstructs.agent import takes_views
+from rlstructs.agent import evaluation_mode, takes_views
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import SpecError
 from rlstructs.structures.arrays import TensorSpec, check_dtype, specs_of
@@ -18,7 +18,7 @@ STATE, OUTPUT, NEXT_STATE = "the initial state", "the output", "the next state"
 
 
 class CheckedAgent:
-    """Calls an agent without gradients, and raises unless it returns what a rollout needs.
+    """Calls an agent without gradients, in evaluation mode, and raises unless it returns what a rollout needs.
 
     Args:
         agent: the agent.
@@ -36,7 +36,8 @@ class CheckedAgent:
     @torch.no_grad()
     def begin(self, info: DictTensor, n: int) -> DictTensor:
         """The initial state of n environments."""
-        state = self._agent.initial_state(info.clone(), n)
+        with evaluation_mode(self._agent):
+            state = self._agent.initial_state(info.clone(), n)
         return self._check_rows(f"{self._name}.initial_state of {_rows(n)}", STATE, state, n)
 
     @torch.no_grad()
@@ -48,7 +49,8 @@ class CheckedAgent:
         where = f"{self._name}.__call__ of {_rows(n)}"
         seen, known = observation.clone(), info.clone()
         arguments = (state, DictTensor(observation), DictTensor(info))  # the agent may set keys in what it gets
-        result = self._agent(*arguments, history=history) if self.needs_history else self._agent(*arguments)
+        with evaluation_mode(self._agent):
+            result = self._agent(*arguments, history=history) if self.needs_history else self._agent(*arguments)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{where} must return its output and the next state, got {kind_of(result)}")
         output = self._check_rows(where, OUTPUT, result[0], n, observation.device())
