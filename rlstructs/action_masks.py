@@ -6,9 +6,16 @@ import torch
 
 from rlstructs.errors import SpecError
 
+IGNORED_HINT = (
+    "; give ignored= the rows whose actions nobody uses: padding, and those that only reset, where "
+    "observation['done'] under autoreset NEXT_STEP (under SAME_STEP there are none)"
+)
+
 
 def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
     """Logits in which the actions that a mask forbids have the lowest value, so that they are never drawn.
+
+    That holds where allowed actions have the lowest value, or minus infinity, too: such logits are raised.
 
     Args:
         logits: floats (..., n), one for each action of a Discrete space.
@@ -31,10 +38,21 @@ def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor 
     """
     if mask.shape != logits.shape:
         raise SpecError(f"mask_logits: the mask has shape {tuple(mask.shape)}, needed is {tuple(logits.shape)}")
-    return logits.masked_fill(~read_mask("mask_logits: the mask", mask, ignored), torch.finfo(logits.dtype).min)
+    hint = IGNORED_HINT if ignored is None else ""
+    forbidden, lowest = ~read_mask("mask_logits: the mask", mask, ignored, hint), torch.finfo(logits.dtype).min
+    if (logits < lowest / 4).any():
+        logits = _raise_lowest(logits, forbidden, lowest)
+    return logits.masked_fill(forbidden, lowest)
 
 
-def read_mask(what: str, mask: torch.Tensor, ignored: torch.Tensor | None) -> torch.Tensor:
+def _raise_lowest(logits: torch.Tensor, forbidden: torch.Tensor, lowest: float) -> torch.Tensor:
+    """Raises logits that are near the lowest value so far above it that only they are drawn; keeps their order."""
+    highest = logits.detach().masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
+    is_low = (highest < lowest / 4) & (highest > -torch.inf)
+    return (logits - highest.masked_fill(~is_low, 0)).clamp(min=lowest / 2)
+
+
+def read_mask(what: str, mask: torch.Tensor, ignored: torch.Tensor | None, hint: str = "") -> torch.Tensor:
     """Returns which actions a mask (..., n) allows, bool; raises what `mask_logits` raises, of a mask called `what`."""
     allowed = mask if mask.dtype == torch.bool else mask == 1
     if allowed is not mask and not torch.equal(allowed, mask != 0):
@@ -45,5 +63,5 @@ def read_mask(what: str, mask: torch.Tensor, ignored: torch.Tensor | None) -> to
         nothing &= ~ignored
     if nothing.any():
         row = nothing.nonzero()[0].tolist()
-        raise SpecError(f"{what} allows no action in row {row[0] if len(row) == 1 else tuple(row)}")
+        raise SpecError(f"{what} allows no action in row {row[0] if len(row) == 1 else tuple(row)}{hint}")
     return allowed

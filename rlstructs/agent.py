@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -303,7 +303,8 @@ def replay_agent(
 
     Returns:
         The outputs, (B, max(lengths), ...), on the device of `trajectories`, with their lengths. Outputs in the padding
-        are computed from padding: mask them.
+        are computed from padding: mask them. If no trajectory has a step, as when a worker was lost, they are
+        (B, 0, ...), with the keys and dtypes of other replays, and a loss of them has gradients of 0.
 
     Raises:
         MissingKeyError, SpecError: the keys of an output differ from those at step 0.
@@ -317,12 +318,29 @@ def replay_agent(
         outputs.append({key: tensor.clone() for key, tensor in output.items()})
         check_same_keys(f"replay_agent: the output at t={t}", outputs[0], output.keys())
     if not outputs:
-        return TemporalDictTensor({}, lengths)
+        return TemporalDictTensor(_replay_nothing(method, trajectories), lengths)
     # Stacked once, because writing steps into a zero tensor would make backward super-linear in T.
     stacked = {
         key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]
     }
     return TemporalDictTensor(stacked, lengths)
+
+
+def _replay_nothing(method: Callable[..., Any], trajectories: Trajectories) -> dict[str, torch.Tensor]:
+    """The outputs (B, 0, ...) of a replay without steps; the replay of a step of padding gives keys and shapes."""
+    n, steps = trajectories.n_elems(), trajectories.trajectories
+    rows = max(1, n)  # a policy cannot be drawn from without a row
+    info = {key: tensor if n else tensor.new_zeros((1, *tensor.shape[1:])) for key, tensor in trajectories.info.items()}
+    padding = {key: tensor.new_zeros((rows, 1, *tensor.shape[2:])) for key, tensor in steps.items()}
+    lengths = trajectories.lengths.new_zeros(rows)
+    try:
+        output, _ = method(Trajectories(DictTensor(info), TemporalDictTensor(padding, lengths)), 0, None)
+    except Exception:  # padding need not make sense to an agent: its mask allows nothing, for example
+        names = [key for key in steps if key.startswith("action/")]
+        recorded = {key.removeprefix("action/"): steps[key][:, :0].detach() for key in names}
+        is_traced = torch.is_grad_enabled()
+        return {key: t.requires_grad_(is_traced and t.is_floating_point()) for key, t in recorded.items()}
+    return {key: tensor.to(lengths.device)[:n, None][:, :0] for key, tensor in output.items()}
 
 
 def replay_agent_stateless(agent: RL_Agent, trajectories: Trajectories, replay_method_name: str) -> Any:

@@ -36,7 +36,8 @@ class ModuleAgent(RL_Agent):
             acts, which `RL_Batcher.update(module)` updates.
         action_space: Discrete, MultiDiscrete, MultiBinary or Box.
         observation_space: if it is a Dict or Tuple, the module gets a dict of its entries, named as in observations;
-            otherwise, and for None, it gets `observation["frame"]`.
+            otherwise, and for None, it gets `observation["frame"]`. Where it raises, it is called again without the
+            rows that only reset (autoreset NEXT_STEP), whose actions nobody uses.
         device: the device of the observations.
         training: whether the module acts in training mode, as for noise that explores; otherwise it acts in evaluation
             mode, in which dropout is off and batch norms use their running statistics. The mode in which it is given
@@ -68,6 +69,7 @@ class ModuleAgent(RL_Agent):
             raise SpecError(f"ModuleAgent: an action space must be one of {kinds}, got {action_space}")
         self.module: torch.nn.Module = copy_plain(module).to(device).train(training)
         self.keeps_modes = training
+        self._last: DictTensor | None = None
         self._space, self._keys = action_space, None
         if isinstance(observation_space, (spaces.Dict, spaces.Tuple)):
             self._keys = [leaf.key for leaf in list_leaves(observation_space, "observation")]
@@ -91,9 +93,24 @@ class ModuleAgent(RL_Agent):
         Raises:
             SpecError: what the module returns does not fit the action space.
         """
-        policy = self.policy(observation)
+        try:
+            policy = self.policy(observation)
+        except Exception:
+            running = _find_running(observation)
+            if running is None or (self._last is None and not running.numel()):
+                raise
+            # The rows whose episodes have ended only reset (autoreset NEXT_STEP): nobody uses their actions, and what
+            # they show need not make sense to the module, such as a mask that allows nothing.
+            if self._last is not None and not running.numel():
+                return self._last.index(torch.zeros_like(observation["done"], dtype=torch.int64)), state
+            policy = self.policy(observation.index(running))
+        self._last = self._draw(policy)
+        return self._last, state
+
+    def _draw(self, policy: Distribution | torch.Tensor) -> DictTensor:
+        """Draws from a policy; returns the output."""
         if not isinstance(policy, Distribution):
-            return DictTensor({"action": policy}), state
+            return DictTensor({"action": policy})
         action = policy.sample()
         log_prob = policy.log_prob(action)
         if log_prob.ndim > 1:
@@ -102,7 +119,7 @@ class ModuleAgent(RL_Agent):
             action = action + torch.as_tensor(self._start, device=action.device)
         if isinstance(self._space, spaces.MultiBinary):
             action = action.to(torch.int8)
-        return DictTensor({"action": action, "log_prob": log_prob}), state
+        return DictTensor({"action": action, "log_prob": log_prob})
 
     def policy(self, observation: DictTensor) -> Distribution | torch.Tensor:
         """The policy for B observations: a distribution, or the actions (B, ...) themselves.
@@ -133,6 +150,17 @@ class ModuleAgent(RL_Agent):
     def update(self, info: Any) -> None:
         """Loads a state dict into the module."""
         self.module.load_state_dict(info)
+
+
+def _find_running(observation: DictTensor) -> torch.Tensor | None:
+    """Which row to show in place of each, so that only running episodes are shown: int64 (B,).
+
+    Empty if no episode runs, None if none has ended.
+    """
+    if "done" not in observation or (done := observation["done"]).ndim != 1 or not done.any():
+        return None
+    running = done.logical_not().nonzero()[:, 0]
+    return torch.where(done, running[0], torch.arange(len(done), device=done.device)) if running.numel() else running
 
 
 def _check_shape(given: Any, shape: tuple[int, ...], space: gymnasium.Space[Any]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from rlstructs import (
     GymEnvInf,
     GymVectorEnv,
     MissingKeyError,
+    ModuleAgent,
     RandomAgent,
     RL_Batcher,
     SpecError,
@@ -161,6 +162,55 @@ def test_forbidden_actions_have_no_probability_and_no_gradient(dtype):
     assert logits.grad.isfinite().all() and not logits.grad[~mask].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [0.2, 0.9, torch.inf], ids=str)
+def test_forbidden_actions_are_never_drawn_where_allowed_ones_have_the_lowest_logits(dtype, scale):
+    lowest = torch.finfo(dtype).min * scale
+    rows = [[lowest, 0, 0], [lowest, lowest, 5], [lowest, 0, -torch.inf], [0, 1, 2]]
+    logits = torch.tensor(rows, dtype=dtype, requires_grad=True)
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [1, 0, 0]])
+    masked = mask_logits(logits, mask)
+    expected = torch.tensor([[1, 0, 0], [0.5, 0.5, 0], [1, 0, 0] if scale < 1 else [0.5, 0, 0.5], [1.0, 0, 0]])
+    for policy in (torch.distributions.Categorical(logits=masked), torch.distributions.Categorical(masked.softmax(-1))):
+        torch.testing.assert_close(policy.probs.float(), expected, atol=0, rtol=0)
+        assert policy.entropy().isfinite().all() and policy.log_prob(mask.argmax(-1)).isfinite().all()
+    log_probs = torch.distributions.Categorical(logits=masked).log_prob(mask.argmax(-1))
+    (log_probs.sum() + masked.softmax(-1).max()).backward()
+    assert logits.grad.isfinite().all() and not logits.grad[mask == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_low_logits_keep_their_ratios(dtype):
+    lowest = torch.finfo(dtype).min
+    for low in (lowest * 0.1, lowest * 0.4, lowest * 0.6, lowest * 0.9):
+        logits = torch.tensor([low, low * 1.001, low * 1.1, 0.0]).to(dtype)
+        expected = logits.double()[:3].softmax(-1).tolist()
+        assert mask_logits(logits, torch.tensor([1, 1, 1, 0])).double().softmax(-1).tolist() == [*expected, 0]
+
+
+def test_two_masks_are_applied_one_after_the_other():
+    once = mask_logits(torch.tensor([[3.0, 0.0, 0.0]]), torch.tensor([[0, 1, 1]]))
+    twice = mask_logits(once, torch.tensor([[1, 0, 0]]))
+    assert twice.softmax(-1).tolist() == [[1, 0, 0]] and twice.argmax(-1).item() == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3)], ids=str)
+def test_no_rows_are_masked_to_no_rows(shape):
+    assert mask_logits(torch.zeros(shape), torch.ones(shape)).shape == shape
+
+
+def test_a_network_that_masks_the_numbers_of_a_multi_discrete_action_draws_allowed_ones_only():
+    space, mask = spaces.MultiDiscrete([2, 3]), torch.tensor([[1, 0, 0, 1, 0]])
+
+    class Masking(torch.nn.Module):
+        def forward(self, frame):
+            return mask_logits(torch.tensor([[-torch.inf, 0, 9, -torch.inf, 9.0]]).expand(64, 5), mask.expand(64, 5))
+
+    observation = DictTensor({"frame": torch.zeros(64, 2)})
+    output, _ = ModuleAgent(Masking(), space)(DictTensor(), observation, DictTensor())
+    assert (output["action"] == torch.tensor([0, 1])).all() and not output["log_prob"].any()
+
+
 def test_rows_that_nobody_uses_may_allow_nothing():
     masked = mask_logits(torch.randn(2, 3), torch.tensor([[0, 1, 0], [0, 0, 0]]), torch.tensor([False, True]))
     probabilities = torch.distributions.Categorical(logits=masked).probs
@@ -170,10 +220,55 @@ def test_rows_that_nobody_uses_may_allow_nothing():
 def test_the_row_that_allows_nothing_is_named():
     mask = torch.ones(2, 3, 4)
     mask[1, 2] = 0
-    with pytest.raises(SpecError, match=r"^mask_logits: the mask allows no action in row \(1, 2\)$"):
+    with pytest.raises(SpecError, match=r"mask allows no action in row \(1, 2\); give ignored= .*SAME_STEP"):
         mask_logits(torch.zeros(2, 3, 4), mask)
+    with pytest.raises(SpecError, match=r"^mask_logits: the mask allows no action in row \(1, 2\)$"):
+        mask_logits(torch.zeros(2, 3, 4), mask, torch.zeros(2, 3, dtype=torch.bool))
 
 
 def test_logits_and_mask_have_the_same_shape():
     with pytest.raises(SpecError, match=r"^mask_logits: the mask has shape \(4,\), needed is \(2, 4\)$"):
         mask_logits(torch.zeros(2, 4), torch.ones(4))
+
+
+class MaskingNetwork(torch.nn.Module):
+    """A policy that masks its logits, with no word on which rows nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(N_ACTIONS, N_ACTIONS)
+
+    def forward(self, seen):
+        return mask_logits(self.layer(seen["action_mask"].float()), seen["action_mask"])
+
+
+@pytest.mark.parametrize("mode", [*gymnasium.vector.AutoresetMode][:2], ids=str)
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 4), (2, 5)], ids=str)
+def test_a_network_that_masks_acts_in_every_autoreset_mode(mode, lengths):
+    class Ending(Masked):
+        """Masked, with nothing allowed once an episode has ended after some steps."""
+
+        def __init__(self, limit):
+            super().__init__(0)
+            self.limit = limit
+
+        def reset(self, **arguments):
+            self.t = 0
+            return super().reset(**arguments)
+
+        def step(self, action):
+            observation, *_, info = super().step(action)
+            self.t += 1
+            if self.t == self.limit:
+                observation["action_mask"] = np.zeros_like(observation["action_mask"])
+            return observation, 0.0, self.t == self.limit, False, info
+
+    def create_env(n_envs, seed):
+        envs = [partial(Ending, limit) for limit in lengths]
+        return GymVectorEnv(gymnasium.vector.SyncVectorEnv(envs, autoreset_mode=mode), seed)
+
+    with RL_Batcher.make(create_env, MaskingNetwork(), n_envs=2, n_workers=0, n_timesteps=20, seed=0) as batcher:
+        for _ in range(2):
+            steps = next(iter(batcher)).trajectories
+            allowed = steps["observation/action_mask"].gather(-1, steps["action/action"][..., None])[..., 0]
+            assert allowed[steps.mask(torch.bool)].all() and steps["_observation/done"].sum() >= 4

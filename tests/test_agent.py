@@ -13,6 +13,7 @@ from rlstructs import (
     SpecError,
     TemporalDictTensor,
     Trajectories,
+    mask_logits,
     replay_agent,
     replay_agent_stateless,
 )
@@ -124,12 +125,34 @@ def test_replay_ends_with_the_longest_trajectory(lengths, n_timesteps):  # CV72
     assert trajectories.lengths.tolist() == lengths
 
 
+@pytest.mark.parametrize("method", ["call_replay", "reversed_replay"])
 @pytest.mark.parametrize("n_rows", [0, 2])
-def test_replay_of_nothing_is_nothing(n_rows):
-    agent = Linear()
+def test_a_replay_without_steps_has_the_keys_of_others_and_gradients_of_0(n_rows, method):
+    agent, key = Linear(), {"call_replay": "y", "reversed_replay": "z"}[method]
     trajectories = trajectories_of(ROWS, [0, 0]).slice(0, n_rows)
-    replayed = replay_agent(agent, trajectories)
-    assert (replayed.n_elems(), replayed.n_timesteps(), list(replayed)) == (n_rows, 0, []) and not agent.calls
+    for batch in (trajectories, trajectories.shorten()):
+        replayed = replay_agent(agent, batch, method)
+        assert list(replayed) == [key] and replayed[key].shape == (n_rows, 0)
+        assert replayed[key].dtype == torch.float32 and replayed.lengths.tolist() == [0] * n_rows
+        (replayed[key] * replayed.mask()).sum().backward()
+        assert agent.w.grad == 0
+
+
+@pytest.mark.parametrize("n_rows", [0, 2])
+def test_a_replay_without_steps_of_an_agent_that_refuses_padding_has_what_was_recorded(n_rows):
+    class Refusing(Linear):
+        def __call__(self, state, observation, agent_info, history=None):
+            mask_logits(torch.zeros(2, 1), observation["x"][:, None])  # padding allows nothing
+            return super().__call__(state, observation, agent_info)
+
+    trajectories = trajectories_of(ROWS, [0, 0])
+    trajectories.trajectories.set("action/y", torch.ones(2, 3))
+    trajectories.trajectories.set("action/n", torch.ones(2, 3, dtype=torch.int64))
+    replayed = replay_agent(Refusing(), trajectories.slice(0, n_rows))
+    assert {key: tensor.shape for key, tensor in replayed.items()} == {"y": (n_rows, 0), "n": (n_rows, 0)}
+    replayed["y"].sum().backward()
+    with torch.no_grad():
+        assert not replay_agent(Refusing(), trajectories)["y"].requires_grad
 
 
 def test_replay_by_another_method():
