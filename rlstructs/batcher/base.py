@@ -86,13 +86,19 @@ class BatcherBase:
             self._engine.feed(fed)
 
     def evaluate(
-        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None
-    ) -> DictTensor:
+        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None, *,
+        max_steps: int | None = None,
+    ) -> DictTensor:  # fmt: skip
         """Plays episodes with copies of the agents as they are now, in environments made for the evaluation.
 
         Environments, agents and random streams of the training stay as they are, even if the evaluation fails or is
         interrupted. Every environment gives the same number of episodes, one more or less, so that short ones do not
         count more often than long ones. The call returns when the last of them has ended.
+
+        Where an environment plays no episode, as that of an agent that is not there, others play its share. If none
+        can, or `max_steps` are over, the evaluation ends with a warning that names the environments whose episodes are
+        missing. An environment without ends needs `max_steps`: without it, the evaluation ends after a million
+        timesteps in which no episode that counts has ended.
 
         Agents are copied by their `copy_for_evaluation`, and the copies are seeded. Environments come from
         `create_env`, which has to make new ones at each call.
@@ -101,9 +107,10 @@ class BatcherBase:
             n_episodes: number of episodes in all, at least 1.
             seed: seeds environments and agents; see `seeds` of the constructor.
             agent_info: N rows for the agents; None for those in force.
+            max_steps: the most timesteps of each environment, in all its episodes; None for no end.
 
         Returns:
-            `n_episodes` rows with the columns of `episodes`, sorted by `env_index`.
+            `n_episodes` rows, or fewer with a warning, with the columns of `episodes`, sorted by `env_index`.
 
         Raises:
             SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
@@ -114,9 +121,11 @@ class BatcherBase:
         """
         self._life.check("evaluate", Phase.READY, Phase.LEASED, Phase.ENDED)
         check_count("n_episodes", n_episodes, 1)
+        if max_steps is not None:
+            check_count("max_steps", max_steps, 1)
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-        return evaluate(self._engine, self._life, n_episodes, seed, agent_info)
+        return evaluate(self._engine, self._life, n_episodes, seed, agent_info, max_steps)
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.

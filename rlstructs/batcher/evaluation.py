@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from rlstructs.batcher.arguments import seeds_of, warn_of_overlap
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.lifecycle import Lifecycle
-from rlstructs.batcher.supervisor import MAX_ATTEMPTS, Supervisor
+from rlstructs.batcher.supervisor import MAX_ATTEMPTS
 from rlstructs.errors import SpecError
-from rlstructs.rollout.evaluation import quotas
+from rlstructs.rollout.evaluation import Standing, quotas
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.errors import is_gone
 
+# Timesteps for which an environment has to wait, at least, before others play its episodes: some always wait a step.
+LEAST_WAIT = 100
+# Timesteps without the end of an episode that is wanted after which none is expected any more.
+MOST_QUIET = 1_000_000
+# The most environments that a warning names.
+N_NAMED = 8
+
 
 def evaluate(
-    engine: Engine, life: Lifecycle, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None
+    engine: Engine,
+    life: Lifecycle,
+    n_episodes: int,
+    seed: int | Sequence[int],
+    agent_info: DictTensor | None,
+    max_steps: int | None,
 ) -> DictTensor:
     """Does what `RL_Batcher.evaluate` does, with arguments that were checked."""
     _check_keys(engine)
     seeds = seeds_of(seed, len(engine.settings.seeds), "seed")
     warn_of_overlap(seeds, engine.n_envs, 4)
+    infos = engine.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
+    plan = EpisodePlan(n_episodes, engine.n_elems, engine.transport.layout.n_timesteps, max_steps)
     with life.note_failures("evaluate", engine.is_halfway):
-        found = _play(engine, n_episodes, seeds, agent_info)
+        found = _play(engine, plan, seeds, infos)
+        engine.begin_successors()
     if isinstance(found, Exception):
         raise found
-    return found
+    episodes = DictTensor.from_numpy(plan.take_wanted(found))
+    if episodes.n_elems() < n_episodes:
+        warnings.warn(plan.describe_missing(episodes["env_index"].numpy()), stacklevel=3)
+    return episodes
 
 
 def _check_keys(engine: Engine) -> None:
@@ -38,104 +59,177 @@ def _check_keys(engine: Engine) -> None:
 
 
 def _play(
-    engine: Engine, n_episodes: int, seeds: Sequence[int], agent_info: DictTensor | None
-) -> DictTensor | Exception:
-    """Plays episodes in environments of their own, without a pause.
+    engine: Engine, plan: EpisodePlan, seeds: Sequence[int], infos: dict[str, DictTensor]
+) -> dict[str, np.ndarray] | Exception:
+    """Plays episodes in environments of their own; returns all that ended, or what an agent or environment raised."""
+    rounds = Rounds(engine, seeds, plan.max_steps, infos)
+    try:
+        while plan.revise(rounds.standing):
+            if (error := rounds.play(plan.wanted)) is not None:
+                return error
+        return rounds.end()
+    except BaseException as error:
+        if not isinstance(error, Exception):  # an interrupt: the evaluation ends after what is under way
+            engine.supervisor.ask_without_waiting("end_evaluation")
+        raise
+
+
+class EpisodePlan:
+    """How many episodes each environment plays: equally many, or none where none is played.
+
+    An environment that waits, as that of an agent that never comes, cannot play. When only such ones have episodes
+    left, those that play get these.
 
     Args:
-        engine: its workers play them.
-        n_episodes: how many in all.
-        seeds: one for each worker.
-        agent_info: N rows for the agents; None for those in force.
+        n_episodes: in all.
+        n_envs: N.
+        n_timesteps: T, of a round.
+        max_steps: the most timesteps; None for no end.
 
-    Returns:
-        The episodes, one row each, as `RL_Batcher.evaluate` returns them; or what an agent or environment raised.
+    Attributes:
+        wanted: int64 (N,), how many episodes each environment has to play.
     """
-    infos = engine.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
-    episodes = _finish(run_evaluation(engine.supervisor, quotas(n_episodes, engine.n_elems), seeds, infos))
-    engine.begin_successors()
-    if isinstance(episodes, Exception):
-        return episodes
-    for block, columns in zip(engine.transport.blocks, episodes, strict=True):
-        columns["env_index"] += block.start
-    return DictTensor.cat([DictTensor.from_numpy(columns) for columns in episodes])
+
+    def __init__(self, n_episodes: int, n_envs: int, n_timesteps: int, max_steps: int | None) -> None:
+        self._n_episodes, self._n_timesteps, self.max_steps = n_episodes, n_timesteps, max_steps
+        self.wanted = quotas(n_episodes, n_envs)
+        self._is_out = np.zeros(n_envs, bool)  # those whose episodes were given to others
+        self._n_played, self._n_quiet = 0, 0
+
+    def revise(self, standing: Standing) -> bool:
+        """Gives to others what environments cannot play; returns whether there are episodes left that some can."""
+        owes = standing.ended < self.wanted
+        if not owes.any():
+            return False
+        n_played = int(np.minimum(standing.ended, self.wanted).sum())
+        self._n_quiet = self._n_quiet + self._n_timesteps if n_played == self._n_played else 0
+        self._n_played = n_played
+        is_quiet = self._n_quiet > MOST_QUIET
+        least = LEAST_WAIT if self.max_steps is None else min(LEAST_WAIT, self.max_steps // 2)
+        waits = standing.waited >= np.maximum(least, standing.steps / 2)
+        if not is_quiet and not waits[owes].all():
+            return self.max_steps is None or bool((standing.steps[owes] < self.max_steps).any())
+        self._is_out |= owes
+        self._n_quiet = 0
+        able = ~self._is_out & ~waits
+        if is_quiet:
+            able &= standing.ended > 0
+        n_left = int((self.wanted - standing.ended)[owes].sum())
+        self.wanted[owes] = standing.ended[owes]
+        if not able.any():
+            return False
+        for _ in range(n_left):
+            self.wanted[np.argmin(np.where(able, self.wanted, np.iinfo(np.int64).max))] += 1
+        return True
+
+    def take_wanted(self, episodes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Takes the wanted ones of all episodes that ended, which are sorted by environment."""
+        rows = episodes["env_index"]
+        is_wanted = np.arange(rows.size) - np.searchsorted(rows, rows) < self.wanted[rows]
+        return {name: column[is_wanted] for name, column in episodes.items()}
+
+    def describe_missing(self, env_index: np.ndarray) -> str:
+        """Describes which episodes are missing; `env_index` are the environments of those that were played."""
+        n_envs = self.wanted.size
+        wanted, found = quotas(self._n_episodes, n_envs), np.bincount(env_index, minlength=n_envs)
+        behind = np.flatnonzero(found < wanted)
+        named = ", ".join(f"{env} ({found[env]} of {wanted[env]})" for env in behind[:N_NAMED].tolist())
+        more = f" and {behind.size - N_NAMED} more" if behind.size > N_NAMED else ""
+        limit = "" if self.max_steps is None else f" within max_steps={self.max_steps}"
+        return (
+            f"evaluate: {env_index.size} of {self._n_episodes} episodes ended{limit}, no more are expected; missing "
+            f"are those of environment {named}{more}"
+        )
 
 
-def _finish(rounds: Generator[None, None, list[dict[str, Any]] | Exception]) -> list[dict[str, Any]] | Exception:
-    """Runs a generator to its end, and returns what it returns."""
-    while True:
-        try:
-            next(rounds)
-        except StopIteration as end:
-            found: list[dict[str, Any]] | Exception = end.value
-            return found
-
-
-def run_evaluation(
-    supervisor: Supervisor, *arguments: Any
-) -> Generator[None, None, list[dict[str, Any]] | Exception]:
-    """Plays the episodes of an evaluation, with a pause after each rollout.
+class Rounds:
+    """The rounds of an evaluation; in each, workers play one rollout.
 
     A successor begins its worker's episodes anew, unless the worker has failed so often that it always would.
 
     Args:
-        supervisor: its workers play the episodes.
+        engine: its workers, or nodes, play the episodes.
         arguments: of `RolloutJob.begin_evaluation`, without the statistics.
 
-    Yields:
-        None after each rollout, as long as some episodes have not ended.
-
-    Returns:
-        What `RolloutJob.end_evaluation` returned, by worker; or the first exception of a job, and then the training can
-        go on.
+    Attributes:
+        standing: how far each environment is.
 
     Raises:
-        WorkerError: a worker is gone or late.
+        WorkerError: a worker is gone or late; in `play` and `end` too.
     """
-    supervisor.settle()
-    found: dict[int, dict[str, Any]] = {}
-    everyone = range(supervisor.pool.n_workers)
-    n_deaths, first, new = dict.fromkeys(everyone, 0), dict[int, BaseException](), list(everyone)
-    try:
-        while left := [index for index in everyone if index not in found]:
-            episodes, failures = _run_round(supervisor, arguments, new, left)
+
+    def __init__(self, engine: Engine, *arguments: Any) -> None:
+        self._supervisor, self._arguments, self._blocks = engine.supervisor, arguments, engine.transport.blocks
+        self._supervisor.settle()
+        self.standing = Standing(*(np.zeros(engine.n_elems, np.int64) for _ in Standing._fields))
+        everyone = range(len(self._blocks))
+        self._new = list(everyone)
+        self._wanted = np.zeros(engine.n_elems, np.int64)
+        self._n_rounds, self._n_deaths = dict.fromkeys(everyone, 0), dict.fromkeys(everyone, 0)
+        self._first: dict[int, BaseException] = {}
+
+    def play(self, wanted: np.ndarray) -> Exception | None:
+        """Plays a round in the workers whose environments have not played as many episodes as wanted, int64 (N,).
+
+        Returns:
+            What a job raised; then the evaluation has ended, and the training can go on.
+        """
+        self._wanted, owes = wanted, self.standing.ended < wanted
+        return self._play([worker for worker, block in enumerate(self._blocks) if owes[block.start : block.stop].any()])
+
+    def end(self) -> dict[str, np.ndarray] | Exception:
+        """Ends the evaluation.
+
+        Returns:
+            The columns of the episodes that ended, sorted by `env_index`; or what a job raised.
+        """
+        found: dict[int, dict[str, np.ndarray]] = {}
+        while left := [worker for worker in range(len(self._blocks)) if worker not in found]:
+            while self._new:  # those that had nothing to play yet, and successors
+                if (error := self._play([])) is not None:
+                    return error
+            episodes, failures = self._supervisor.call_some("end_evaluation", (), left)
             found |= episodes
-            raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
-            if raised and len(raised) == len(failures):
-                assert isinstance(raised[0], Exception)
-                supervisor.call_some("end_evaluation", (), left)
-                return raised[0]
-            for index, error in failures.items():
-                first.setdefault(index, error)
-                n_deaths[index] += 1
-                if not supervisor.can_replace or n_deaths[index] == MAX_ATTEMPTS:
-                    raise first[index]
-            supervisor.replace_failed(failures)
-            new = sorted(failures)
-            yield
-    except BaseException as error:
-        if not isinstance(error, Exception):  # an interrupt: the evaluation ends after what is under way
-            supervisor.ask_without_waiting("end_evaluation")
-        raise
-    return [found[index] for index in everyone]
+            n_rounds = {worker: self._n_rounds[worker] for worker in failures}
+            if (error := self._replace(failures)) is not None:
+                return error
+            for number in range(max(n_rounds.values(), default=0)):
+                if (error := self._play([worker for worker, n in n_rounds.items() if number < n])) is not None:
+                    return error
+        for worker, block in enumerate(self._blocks):
+            found[worker]["env_index"] += block.start
+        return {name: np.concatenate([found[worker][name] for worker in sorted(found)]) for name in found[0]}
 
+    def _play(self, workers: list[int]) -> Exception | None:
+        """Plays a round in these workers."""
+        statistics = self._supervisor.statistics
+        _, failures = self._supervisor.call_some("begin_evaluation", (*self._arguments, statistics), self._new)
+        self._new = []
+        if not failures:
+            found, failures = self._supervisor.call_some("evaluate", (self._wanted,), workers)
+            for worker, own in found.items():
+                self._n_rounds[worker] += 1
+                self._set_standing(worker, own)
+        return self._replace(failures)
 
-def _run_round(
-    supervisor: Supervisor, arguments: tuple[Any, ...], new: list[int], left: list[int]
-) -> tuple[dict[int, dict[str, Any]], dict[int, BaseException]]:
-    """Plays one rollout of an evaluation.
+    def _set_standing(self, worker: int, own: Sequence[Any]) -> None:
+        for column, values in zip(self.standing, own, strict=True):
+            column[self._blocks[worker].start : self._blocks[worker].stop] = values
 
-    Args:
-        new: the workers that have not begun the evaluation.
-        left: the workers whose episodes have not ended.
-
-    Returns:
-        The episodes by worker, empty until all have ended; and the failures by worker.
-    """
-    _, failures = supervisor.call_some("begin_evaluation", (*arguments, supervisor.statistics), new)
-    if failures:
-        return {}, failures
-    has_ended, failures = supervisor.call_some("evaluate", (), left)
-    if failures or not all(has_ended.values()):
-        return {}, failures
-    return supervisor.call_some("end_evaluation", (), left)
+    def _replace(self, failures: dict[int, BaseException]) -> Exception | None:
+        """Replaces workers that are gone; returns what a job raised if none is, and then ends the evaluation."""
+        raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
+        if raised and len(raised) == len(failures):
+            assert isinstance(raised[0], Exception)
+            self._supervisor.call_some("end_evaluation", (), list(range(len(self._blocks))))
+            return raised[0]
+        for worker, error in failures.items():
+            self._first.setdefault(worker, error)
+            self._n_deaths[worker] += 1
+            if not self._supervisor.can_replace or self._n_deaths[worker] == MAX_ATTEMPTS:
+                raise self._first[worker]
+            self._n_rounds[worker] = 0
+            self._set_standing(worker, (0, 0, 0))
+        self._supervisor.replace_failed(failures)
+        self._new = sorted(failures)
+        return None

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from rlstructs.batcher.arguments import RunSettings
 from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.engine import start_engine
-from rlstructs.batcher.evaluation import run_evaluation
+from rlstructs.batcher.evaluation import Rounds
 from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
 from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.node_state import NodeState, OwnState
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.moments import Moments
+from rlstructs.rollout.evaluation import Standing
 from rlstructs.rollout.job import FailureGuard
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs
@@ -33,6 +34,8 @@ from rlstructs.worker_setup.library_settings import write_libraries
 from rlstructs.worker_setup.registry import Registered
 from rlstructs.workers import pickling
 from rlstructs.workers.settings.process_settings import SETTINGS, write_settings
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,7 @@ class NodeJob:
         # The last rollout; its slots are read until the next one begins.
         self._last: Batch | None = None
         self._all_ended = False
-        self._evaluation: Generator[None, None, Any] | None = None
-        self._episodes: list[dict[str, Any]] = []
+        self._evaluation: Rounds | None = None
         # The states in a rollout's reply. The report that goes with it holds the same object, so it is pickled once.
         self._states: list[dict[str, Any]] | None = None
 
@@ -222,9 +224,7 @@ class NodeJob:
         """Takes the exact state of the job; see `take_engine_state`."""
         if self.error is not None:
             raise self.error
-        found = take_engine_state(self._engine, best)
-        if isinstance(found, Exception):
-            raise found from found.__cause__
+        found = _raise(take_engine_state(self._engine, best))
         return NodeState(found, OwnState(self._infos, self._agent_info, self._all_ended, self._new_episodes))
 
     def load_state(self, state: NodeState, seed: int) -> None:
@@ -237,8 +237,8 @@ class NodeJob:
 
     def begin_evaluation(
         self,
-        wanted: np.ndarray,
         seeds: Sequence[int],
+        max_steps: int | None,
         infos: Mapping[str, DictTensor],
         statistics: dict[str, Moments],
     ) -> None:
@@ -249,32 +249,18 @@ class NodeJob:
         rows, supervisor = self._rows(), self._engine.supervisor
         own = {name: _take_rows(info, rows) for name, info in infos.items()}
         supervisor.set_statistics(statistics)
-        self._evaluation = run_evaluation(supervisor, wanted[rows], list(seeds)[self._workers], own)
+        self._evaluation = Rounds(self._engine, list(seeds)[self._workers], max_steps, own)
 
-    def evaluate(self) -> bool:
-        """Plays one more rollout of the evaluation; returns whether all episodes have ended."""
-        if self._evaluation is None:  # ended earlier than on other nodes
-            return True
-        try:
-            next(self._evaluation)
-            return False
-        except StopIteration as end:
-            self._evaluation = None
-            if isinstance(end.value, Exception):
-                raise end.value from end.value.__cause__
-            self._episodes = end.value
-            return True
+    def evaluate(self, wanted: np.ndarray) -> Standing:
+        """See `RolloutJob.evaluate`."""
+        assert self._evaluation is not None
+        _raise(self._evaluation.play(wanted[self._rows()]))
+        return self._evaluation.standing
 
     def end_evaluation(self) -> dict[str, Any] | None:
         """Ends the evaluation; returns its episodes, `env_index` counted from this node's first, or None."""
-        if self._evaluation is not None:
-            self._evaluation.close()
-        self._evaluation, episodes = None, self._episodes
-        self._episodes = []
-        for worker, columns in enumerate(episodes):
-            columns["env_index"] += worker * self._engine.n_envs
-        names = episodes[0] if episodes else ()
-        return {name: np.concatenate([columns[name] for columns in episodes]) for name in names} or None
+        evaluation, self._evaluation = self._evaluation, None
+        return None if evaluation is None else _raise(evaluation.end())
 
     def close(self) -> None:
         """Closes agents and environments, and ends the workers."""
@@ -313,6 +299,13 @@ class NodeJob:
 def _init_worker(init_worker: Callable[[int], object], first: int, index: int) -> None:
     """Calls `init_worker` with the index of a node's worker, counted over all nodes."""
     init_worker(first + index)
+
+
+def _raise(found: Found | Exception) -> Found:
+    """Returns what is no exception."""
+    if isinstance(found, Exception):
+        raise found from found.__cause__
+    return found
 
 
 def _take_rows(info: DictTensor, rows: slice) -> DictTensor:

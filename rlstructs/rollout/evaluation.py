@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,20 @@ def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
     return np.full(n_envs, n_episodes // n_envs) + (np.arange(n_envs) < n_episodes % n_envs)
 
 
+class Standing(NamedTuple):
+    """How far an evaluation is: three int64 arrays (N,), a number for each environment.
+
+    Attributes:
+        ended: its episodes that have ended, wanted or not.
+        waited: the timesteps since its last step, as of an agent that is not there; 0 while it steps.
+        steps: the timesteps since the evaluation began.
+    """
+
+    ended: np.ndarray
+    waited: np.ndarray
+    steps: np.ndarray
+
+
 class Evaluation:
     """One worker's part of an evaluation.
 
@@ -43,7 +57,8 @@ class Evaluation:
         agent: makes the copy that acts, by `copy_for_evaluation`.
         layout: layout of the batcher's slots.
         seed: seeds the global streams of the evaluation; the worker's own streams do not change.
-        wanted: int64 (E,), the number of episodes for each environment.
+        n_envs: E.
+        max_steps: the most timesteps; None for no end.
         infos: `agent_info` and `env_info`, E rows each, or empty.
         device: where the agent wants observations; None for the CPU.
     """
@@ -54,15 +69,17 @@ class Evaluation:
         agent: RL_Agent,
         layout: Layout,
         seed: int,
-        wanted: np.ndarray,
+        n_envs: int,
+        max_steps: int | None,
         infos: dict[str, DictTensor],
         device: torch.device | None,
     ) -> None:
-        self._left, self._infos, self._device = wanted.copy(), infos, device
+        self._infos, self._device, self._max_steps = infos, device, max_steps
+        self._ended, self._waited, self._n_steps = np.zeros(n_envs, np.int64), np.zeros(n_envs, np.int64), 0
         self._tracker, self._episodes = EpisodeTracker(), [EpisodeTracker().take()]
         self._streams = PrivateStreams()
         self._progress: Progress | None = None
-        own = replace(layout, n_slots=wanted.size)
+        own = replace(layout, n_slots=n_envs)
         self._slots = Slots(own, mmap.mmap(-1, own.reserved_nbytes))
         with self._streams():
             seed_global_streams(seed, None)
@@ -74,31 +91,33 @@ class Evaluation:
                 self._agent.close()
                 raise
 
-    def advance(self) -> bool:
-        """Runs up to T more steps of each environment; returns whether all wanted episodes have ended."""
-        if not self._left.any():
-            return True
+    def advance(self, wanted: np.ndarray) -> Standing:
+        """Runs up to T more steps of each environment, if one has not ended as many episodes as wanted, int64 (E,)."""
+        if (self._ended < wanted).any() and self._n_steps != self._max_steps:
+            self._advance()
+        return Standing(self._ended, self._waited, np.full(self._slots.n, self._n_steps))
+
+    def _advance(self) -> None:
         with self._streams():
             if self._progress is None or not self._progress.running.size:
                 observation = self._env.reset_rows(self._infos["env_info"])
                 self._progress = Progress(observation, np.arange(self._slots.n))
-            rows = self._progress.running
-            acting_agent = ActingAgent(self._agent, self._device)
+            rows, n_before = self._progress.running, self._n_steps
+            acting_agent = ActingAgent(self._agent, self._device, is_cut=self._count_step)
             self._progress = acquire(acting_agent, self._env, self._slots, self._progress, self._infos["agent_info"])
-        lengths = torch.from_numpy(self._slots.lengths[rows])
+        lengths = self._slots.lengths[rows]
+        self._n_steps += not self._progress.running.size  # the last step was not counted
+        self._waited[rows] = np.where(lengths, 0, self._waited[rows] + self._n_steps - n_before)
         steps = self._slots.lend(None if rows.size == self._slots.n else rows, int(lengths.max()))
         info = DictTensor.trusted({"env_index": torch.from_numpy(rows)})
-        self._tracker.add(Trajectories.trusted(info, TemporalDictTensor.trusted(steps, lengths)))
-        self._keep(self._tracker.take())
-        return not self._left.any()
+        self._tracker.add(Trajectories.trusted(info, TemporalDictTensor.trusted(steps, torch.from_numpy(lengths))))
+        self._episodes.append(self._tracker.take())
+        self._ended += np.bincount(self._episodes[-1]["env_index"].numpy(), minlength=self._slots.n)
 
-    def _keep(self, ended: DictTensor) -> None:
-        """Keeps the wanted episodes of those that ended; episodes of one environment are adjacent."""
-        rows = ended["env_index"].numpy()
-        numbers = np.arange(rows.size) - np.searchsorted(rows, rows)
-        taken = np.flatnonzero(numbers < self._left[rows])
-        self._left -= np.bincount(rows[taken], minlength=self._left.size)
-        self._episodes.append(ended.index(torch.from_numpy(taken)))
+    def _count_step(self) -> bool:
+        """Counts a timestep; returns whether it is the last one."""
+        self._n_steps += 1
+        return self._n_steps == self._max_steps
 
     def close(self) -> dict[str, Any]:
         """Closes agent and environments; returns the columns of `EpisodeTracker.take`, sorted by environment."""

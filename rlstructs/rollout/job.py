@@ -20,7 +20,7 @@ from rlstructs.envs.row_env import RowEnv, SplitEnv, load_statistics, take_stati
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
-from rlstructs.rollout.evaluation import Evaluation, seed_agent
+from rlstructs.rollout.evaluation import Evaluation, Standing, seed_agent
 from rlstructs.rollout.feeding import Feed
 from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
@@ -260,16 +260,16 @@ class RolloutJob:
 
     def begin_evaluation(
         self,
-        wanted: np.ndarray,
         seeds: Sequence[int],
+        max_steps: int | None,
         infos: Mapping[str, DictTensor],
         statistics: Mapping[str, Moments],
     ) -> None:
         """Makes the environments of an evaluation.
 
         Args:
-            wanted: int64 (N,), the number of episodes for each environment of all workers.
             seeds: seeds of the environments, one for each worker.
+            max_steps: the most timesteps; None for no end.
             infos: `agent_info` and `env_info`, N rows each, or empty.
             statistics: as for `reset`; the evaluation does not add to them.
         """
@@ -277,7 +277,7 @@ class RolloutJob:
             raise self.error
         self.end_evaluation()
         seed, n = seeds[self.index], self.env.n_envs()
-        mine = slice(self.index * n, (self.index + 1) * n)
+        mine = self._mine()
         own = {name: info if info.empty() else info.slice(mine.start, mine.stop) for name, info in infos.items()}
 
         def create_env() -> RowEnv:
@@ -289,14 +289,18 @@ class RolloutJob:
             return env
 
         self._evaluation = Evaluation(
-            create_env, self.agent, self.slots[0].layout, seed, wanted[mine], own, self.settings.device
+            create_env, self.agent, self.slots[0].layout, seed, n, max_steps, own, self.settings.device
         )
 
-    def evaluate(self) -> bool:
-        """Continues the evaluation; returns whether all episodes have ended."""
+    def evaluate(self, wanted: np.ndarray) -> Standing:
+        """Continues the evaluation for up to T timesteps.
+
+        Args:
+            wanted: int64 (N,), the number of episodes for each environment of all workers.
+        """
         assert self._evaluation is not None
         try:
-            return self._evaluation.advance()
+            return self._evaluation.advance(wanted[self._mine()])
         except BaseException:
             with contextlib.suppress(Exception):
                 self.end_evaluation()
@@ -306,6 +310,11 @@ class RolloutJob:
         """Ends the evaluation; returns its episodes, with `env_index` from 0 in this worker, or None without one."""
         evaluation, self._evaluation = self._evaluation, None
         return None if evaluation is None else evaluation.close()
+
+    def _mine(self) -> slice:
+        """This worker's environments among those of all workers."""
+        n = self.env.n_envs()
+        return slice(self.index * n, (self.index + 1) * n)
 
     def close(self) -> None:
         """Closes evaluation, agent and environments, even if one of them raises."""

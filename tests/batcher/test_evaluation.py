@@ -27,6 +27,7 @@ from rlstructs import (
     WorkerCrashed,
     WorkerError,
 )
+from rlstructs.batcher import evaluation
 
 
 def cartpoles(n_processes=2, n_envs=2, **arguments):
@@ -501,3 +502,81 @@ def test_a_worker_that_dies_plays_its_episodes_anew_or_ends_the_batcher(policy, 
         assert batcher.stats()["restarts"] == n_deaths and batcher.stats()["lost_rollouts"] == 0
         trajectories, _ = rollout(batcher)
         assert trajectories.trajectories["observation/frame"][:, 0, 1].tolist() == [3, 3, 0, 0]  # begun anew
+
+
+def test_a_worker_that_dies_as_the_evaluation_ends_plays_its_episodes_anew(tmp_path):
+    class Closing(Fragile):
+        def close(self):
+            if self.dies and (left := os.listdir(self.folder)):
+                os.remove(os.path.join(self.folder, left[0]))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def step(self, action):
+            return Count.step(self, action)
+
+    def create_env(seed):
+        return GymEnvInf([Closing(tmp_path, seed, 1)], seed)
+
+    (tmp_path / "once").touch()
+    with RL_Batcher(2, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart") as batcher:
+        batcher.reset()
+        found = batcher.evaluate(4, 99)
+        assert found["env_index"].tolist() == [0, 0, 1, 1] and set(found["length"].tolist()) == {5}
+        assert batcher.stats()["restarts"] == 1
+
+
+ENDLESS = 10**9
+
+
+@pytest.mark.parametrize("autoreset", [False, True])
+@pytest.mark.parametrize(("table", "n_processes"), [([[10, ENDLESS], [6, 31]], 2), ([[10, ENDLESS, 6, 31]], 0)])
+def test_an_evaluation_ends_after_the_most_steps_and_says_what_is_missing(table, n_processes, autoreset):
+    seeds = [SPACING * worker for worker in range(len(table))]
+
+    def played(batcher, n, max_steps):
+        with pytest.warns(UserWarning, match=f"of {n} episodes ended within max_steps={max_steps}") as caught:
+            found = batcher.evaluate(n, seeds, max_steps=max_steps)
+        assert [warning.filename for warning in caught] == [__file__]
+        return str(caught[0].message), list(zip(found["env_index"].tolist(), found["length"].tolist(), strict=True))
+
+    with count_batcher(table, 4, autoreset, n_processes) as batcher:
+        batcher.reset()
+        text, found = played(batcher, 4, 30)
+        assert found == [(0, 10), (2, 6)] and text.endswith("missing are those of environment 1 (0 of 1), 3 (0 of 1)")
+        text, found = played(batcher, 5, 31)
+        assert found == [(0, 10)] * (1 + autoreset) + [(2, 6), (3, 31)]
+        assert text.startswith("evaluate: 4 of 5") if autoreset else text.startswith("evaluate: 3 of 5")
+        assert rollout(batcher)[0].lengths.tolist() == [4] * 4
+    if autoreset:
+        with count_batcher(table, 4, autoreset, n_processes) as batcher:
+            batcher.reset()
+            assert played(batcher, 100, 30)[1] == [(0, 10)] * 3 + [(2, 6)] * 5
+            assert batcher.evaluate(1, seeds, max_steps=10)["length"].tolist() == [10]
+
+
+def test_an_evaluation_without_ends_ends(monkeypatch):
+    monkeypatch.setattr(evaluation, "MOST_QUIET", 200)
+    with count_batcher([[10, ENDLESS, ENDLESS]], 16, True, 0) as batcher:
+        batcher.reset()
+        found = batcher.evaluate(5, 0)
+        assert found["env_index"].tolist() == [0] * 5 and found["length"].tolist() == [10] * 5
+    with count_batcher([[ENDLESS, ENDLESS]], 16, False, 0) as batcher:
+        batcher.reset()
+        with pytest.warns(UserWarning, match=r"0 of 3 episodes ended, .*environment 0 \(0 of 2\), 1 \(0 of 1\)$"):
+            assert batcher.evaluate(3, 0).n_elems() == 0
+        assert rollout(batcher)[0].lengths.tolist() == [16, 16]
+
+
+def test_a_warning_of_missing_episodes_names_the_first_environments():
+    with count_batcher([[ENDLESS] * 10], 4, True, 0) as batcher:
+        batcher.reset()
+        with pytest.warns(UserWarning, match=r"7 \(0 of 1\) and 2 more$"):
+            batcher.evaluate(10, 0, max_steps=8)
+
+
+@pytest.mark.parametrize("max_steps", [0, -1, 1.5, True, "10"])
+def test_the_most_steps_are_a_count(max_steps):
+    with cartpoles(0) as batcher:
+        batcher.reset()
+        with pytest.raises((SpecError, TypeError), match="max_steps"):
+            batcher.evaluate(1, 0, max_steps=max_steps)

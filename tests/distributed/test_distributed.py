@@ -38,6 +38,7 @@ from rlstructs import (
     ClosedError,
     DictTensor,
     GymEnv,
+    GymEnvInf,
     GymVectorEnv,
     OutOfMemoryError,
     RandomAgent,
@@ -220,6 +221,36 @@ def test_an_exact_state_of_environments_in_groups_goes_on_bit_for_bit(cluster):
     with make() as other:
         other.load_state_dict(state)
         assert go_on(other) == expected
+
+
+class Sizes(gymnasium.Env):
+    """Its episodes take as many steps as its size, or never end where that is None."""
+
+    action_space, observation_space = gymnasium.spaces.Discrete(5), gymnasium.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, size):
+        self.size = size
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(1, np.float32), 1.0, self.steps == self.size, False, {}
+
+
+def test_an_evaluation_of_environments_without_ends_ends(cluster):
+    def create_env(seed):
+        return GymEnvInf([Sizes(5), Sizes(None)], seed)
+
+    with RayBatcher(4, RandomAgent, {"action_space": Sizes.action_space}, create_env, {}, 3, 5, n_nodes=2) as batcher:
+        batcher.reset()
+        with pytest.warns(UserWarning, match=r"5 of 9 episodes ended within max_steps=14, .* 1 \(0 of 2\), 3 \("):
+            found = batcher.evaluate(9, seed=1, max_steps=14)
+        assert found["env_index"].tolist() == [0, 0, 2, 2, 4] and found["length"].tolist() == [5] * 5
+        assert batcher.evaluate(1, seed=1)["env_index"].tolist() == [0]
+        assert rollout(batcher)[0].lengths.tolist() == [4] * 6
 
 
 def test_an_example_trains_to_the_same_score(cluster, subprocess_env):

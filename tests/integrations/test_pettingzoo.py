@@ -8,8 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 from guests import Guests, record, streams_of
+from gymnasium import spaces
 from helpers import Counting, rollout
 from mpe2 import simple_spread_v3
+from pettingzoo import ParallelEnv
 
 from rlstructs import DeviceEnv, NormalizeObservation, NormalizeReward, RL_Batcher
 from rlstructs.integrations.pettingzoo import ParallelEnvs
@@ -111,3 +113,74 @@ def test_statistics_count_what_agents_saw_and_nothing_else(wrap):
     assert len(seen) <= found.count <= len(seen) + 6
     assert abs(found.mean - np.mean(seen, axis=0)).max() < 0.1
     assert "return" not in statistics or statistics["return"].count == len(raw)
+
+
+class Visited(ParallelEnv):
+    """`host` is always there, five steps an episode; `guest` only in the first three steps of some episodes."""
+
+    metadata, render_mode = {"name": "visited_v0"}, None
+    possible_agents = ["host", "guest"]  # noqa: RUF012
+
+    def __init__(self, comes=(), agents=("host", "guest")):
+        self.comes, self.possible_agents, self.n_episodes = comes, list(agents), -1
+
+    def observation_space(self, agent):
+        return spaces.Box(-1, 1, (1,), np.float32)
+
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.t, self.n_episodes = 0, self.n_episodes + 1
+        self.agents = ["host", "guest"] if self.n_episodes in self.comes else ["host"]
+        return self._of(self.agents, np.zeros(1, np.float32)), {}
+
+    def step(self, actions):
+        acted, self.t = self.agents, self.t + 1
+        ended = [agent for agent in acted if self.t == {"host": 5, "guest": 3}[agent]]
+        self.agents = [agent for agent in acted if agent not in ended]
+        over = {agent: agent in ended for agent in acted}
+        return self._of(acted, np.zeros(1, np.float32)), self._of(acted, 1.0), over, self._of(acted, False), {}
+
+    def _of(self, agents, value):
+        return dict.fromkeys(agents, value)
+
+
+@pytest.mark.parametrize("reset_at", ["step", "rollout", "reset"])
+@pytest.mark.parametrize(("comes", "n", "played"), [
+    ((), 1, [0]), ((), 2, [0, 0]), ((), 7, [0, 0, 0, 0, 2, 2, 2]),
+    ((0,), 4, [0, 1, 2, 3]), ((0,), 8, [0, 0, 0, 1, 2, 2, 2, 3]), (range(9), 5, [0, 0, 1, 2, 3]),
+    (range(0, 9, 2), 8, [0, 0, 1, 1, 2, 2, 3, 3]),
+])  # fmt: skip
+def test_an_evaluation_plays_the_episodes_of_agents_that_do_not_come_where_others_are(reset_at, comes, n, played):
+    def create_env(seed):
+        return ParallelEnvs([partial(Visited, comes)] * (1 + (max(played) > 1)), seed, reset_at=reset_at)
+
+    with RL_Batcher(4, Counting, {}, create_env, {}, 0, 0) as batcher:
+        batcher.reset()
+        found = batcher.evaluate(n, seed=1)
+    assert found["env_index"].tolist() == played
+    assert found["length"].tolist() == [3 if env % 2 else 5 for env in played]
+
+
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_an_evaluation_begins_with_agents_that_come_wherever_their_slot_is(n_processes):
+    def create_env(seed):
+        return ParallelEnvs([partial(Visited, agents=("guest", "host"))], seed)
+
+    with RL_Batcher(50, Counting, {}, create_env, {}, n_processes, 0) as batcher:
+        batcher.reset()
+        assert batcher.evaluate(1, seed=1)["env_index"].tolist() == [1]
+        assert batcher.evaluate(1, seed=1, max_steps=20)["env_index"].tolist() == [1]
+
+
+def test_episodes_of_an_evaluation_do_not_depend_on_the_number_of_workers():
+    def create_env(seed, n_envs):
+        return ParallelEnvs([partial(Visited, (0,))] * n_envs, seed)
+
+    found = []
+    for n_workers in (1, 2):
+        with RL_Batcher(16, Counting, {}, create_env, {"n_envs": 2 // n_workers}, n_workers, 0) as batcher:
+            batcher.reset()
+            found.append(batcher.evaluate(9, seed=1))
+    assert found[0] == found[1] and found[0]["env_index"].tolist() == [0, 0, 0, 0, 1, 2, 2, 2, 3]
