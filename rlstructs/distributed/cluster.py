@@ -46,6 +46,12 @@ def connect(address: str | None) -> None:
         import_ray().init(address=address, log_to_driver=True)
 
 
+def read_connection() -> str | None:
+    """Identifies this process's connection to Ray; None without one. Another `ray.init` makes another one."""
+    ray = import_ray()
+    return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else None
+
+
 def share(value: Any, n_bytes: int) -> Any:
     """Returns what to send for a value of `n_bytes`: a copy if it is small, else a reference to the object store."""
     return copy.deepcopy(value) if n_bytes < SMALL else import_ray().put(value)

@@ -49,6 +49,7 @@ def start_ray_engine(
 
         def send_infos(infos: Mapping[str, DictTensor]) -> None:
             data = pickling.dumps(infos)
+            pool.check_connection()
             supervisor.send_infos(cluster.share(data, len(data)))
 
         transport = NodeTransport(layout, blocks, n_rollouts, send_infos, pool.cut, debug, policy == RESTART)
@@ -97,7 +98,8 @@ class StoreCheck:
         cluster.check_store("rollouts and updates", needs)
 
     def check_update(self, n_bytes: int) -> None:
-        """Raises OutOfMemoryError if there is no room for updates of this size."""
+        """Raises OutOfMemoryError if there is no room for updates of this size, WorkerError without a connection."""
+        self._pool.check_connection()
         if n_bytes > max(cluster.INLINE, self._update_nbytes):
             before, self._update_nbytes = self._update_nbytes, n_bytes
             try:

@@ -60,6 +60,8 @@ class NodePool:
     ) -> None:  # fmt: skip
         placement.check()
         forget_last_interrupt()
+        # Of the actors: Ray would start a cluster for requests without one, and another one does not know them.
+        self._connection = cluster.read_connection()
         self._settings, self._job_arguments = cluster.import_ray().put(settings), job_arguments
         self._placement, self.timeout = placement, timeout
         # The lock guards the requests: `close` may be called while another thread waits for replies.
@@ -115,6 +117,7 @@ class NodePool:
             args: its arguments; references of Ray come last, and arrive as the objects that they refer to.
             only: the indexes of the nodes to ask; None for all.
         """
+        self.check_connection()
         kind = cluster.import_ray().ObjectRef
         shared = [arg for arg in args if isinstance(arg, kind)]
         call = Call(method, tuple(arg for arg in args if not isinstance(arg, kind)))
@@ -146,7 +149,7 @@ class NodePool:
     def cut(self, index: int, number: int) -> None:
         """Has a node end its rollouts below this number after the step that it is in; returns at once."""
         node = self.nodes[index]
-        if node.error is None and cluster.import_ray().is_initialized():
+        if node.error is None and self._is_connected():
             node.actor.cut.options(concurrency_group=ASIDE).remote(number)
 
     def check(self) -> dict[int, BaseException]:
@@ -184,12 +187,13 @@ class NodePool:
         deadline, left = time.monotonic() + CLOSING, CLOSING
         asked: list[Future] = []
         try:
-            if cluster.import_ray().is_initialized():
-                asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
+            asked = self.ask("close", only=[node.index for node in self.nodes if not (node.error or node.is_late)])
             with self._bell.listen() as rings:
                 while left > 0 and not self._are_over(asked):
                     wait_for_ring(rings, left)
                     left = deadline - time.monotonic()
+        except WorkerError as error:  # the connection was shut down, and with it the actors
+            logger.debug("closed without a word to the %ss: %s", self.noun, error)
         finally:
             self.kill()
         if errors := [each.error for each in asked if each.error and not isinstance(each.error, WorkerError)]:
@@ -206,12 +210,19 @@ class NodePool:
     def _check_open(self) -> None:
         if self._is_over:  # by another thread
             raise WorkerError("the nodes were ended meanwhile")
-        if not cluster.import_ray().is_initialized():
+        self.check_connection()
+
+    def check_connection(self) -> None:
+        """Raises WorkerError unless this process has the connection to Ray over which the actors were started."""
+        if not self._is_connected():
             raise WorkerError("the connection to Ray was shut down meanwhile")
+
+    def _is_connected(self) -> bool:
+        return self._connection is not None and self._connection == cluster.read_connection()
 
     def _end(self, node: Node, error: WorkerError) -> None:
         """Ends an actor, by force."""
-        if cluster.import_ray().is_initialized():  # `kill` would start a new connection
+        if self._is_connected():
             with contextlib.suppress(Exception):
                 cluster.import_ray().kill(node.actor)
         self._give_up(node, error)

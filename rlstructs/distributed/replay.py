@@ -253,7 +253,7 @@ class RayReplay:
             `shards`: for each a dict of `shard` (its index), `node_id` and `address` (Ray's, of the machine), `pid`,
             `state` ("idle", "busy" or "gone"), `rows` and `nbytes`. `rows` and `nbytes`: the sums over all shards.
         """
-        self._check_open("stats")
+        self._check_open("stats", asks_shards=False)
         nodes = self._pool.nodes
         shards = [
             {"shard": node.index, "node_id": node.node_id, "address": node.address, "pid": node.pid,
@@ -348,9 +348,11 @@ class RayReplay:
             "names": NAMES if callable(self._names) else self._names,
         }
 
-    def _check_open(self, method: str) -> None:
+    def _check_open(self, method: str, asks_shards: bool = True) -> None:
         if self._is_closed:
             raise ClosedError(f"{method}: the memory is closed")
+        if asks_shards:
+            self._pool.check_connection()
 
     def _join(self, dtypes: Dtypes, columns: list[Columns], lead: tuple[int, ...]) -> DictTensor:
         """Joins the columns of all shards, and adds weights; `lead` is the shape of the first axes of the result."""

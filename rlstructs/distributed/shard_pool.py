@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.distributed import cluster
 from rlstructs.distributed.node_handle import Bell, Node
 from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.shard import ROW, Dtypes, Kind
@@ -23,11 +24,12 @@ class ShardPool(NodePool):
     def __getstate__(self) -> dict[str, Any]:
         # A copy waits for none of these requests, and starts no actors.
         nodes = [dataclasses.replace(node, requests=deque()) for node in self.nodes]
-        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None, "_bell": None}
+        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None, "_bell": None, "_connection": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._lock, self._bell = threading.RLock(), Bell()
+        self._connection = cluster.read_connection()
 
     @property
     def reports(self) -> list[dict[str, Any]]:

@@ -43,11 +43,13 @@ from rlstructs import (
     OutOfMemoryError,
     RandomAgent,
     RayBatcher,
+    RayReplay,
     RemoteTraceback,
     RL_Batcher,
     SharedVectorEnv,
     SpecError,
     StateError,
+    TemporalDictTensor,
     Trajectories,
     WorkerCrashed,
     WorkerError,
@@ -251,6 +253,67 @@ def test_an_evaluation_of_environments_without_ends_ends(cluster):
         assert found["env_index"].tolist() == [0, 0, 2, 2, 4] and found["length"].tolist() == [5] * 5
         assert batcher.evaluate(1, seed=1)["env_index"].tolist() == [0]
         assert rollout(batcher)[0].lengths.tolist() == [4] * 6
+
+
+@pytest.fixture
+def connect(cluster):
+    """Connects to the cluster; afterwards this process is connected to it."""
+    import ray
+
+    def connect():
+        if not ray.is_initialized():
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+
+    yield connect
+    connect()
+
+
+HAS_GONE = "^the connection to Ray was shut down meanwhile$"
+
+
+@pytest.mark.parametrize("connects_again", [False, True])
+def test_calls_of_a_batcher_after_the_connection_to_ray_was_shut_down_say_so_at_once(connect, connects_again):
+    import ray
+
+    def make(**arguments):
+        return cartpoles(RayBatcher, 1, n_nodes=1, **arguments)
+
+    with make() as batcher, make(on_worker_failure="restart") as busy:
+        reset(batcher)
+        reset(busy)
+        busy.execute()
+        ray.shutdown()
+        if connects_again:
+            connect()
+        with pytest.raises(WorkerError, match=HAS_GONE):
+            batcher.update({"a": torch.zeros(3), "b": torch.zeros(10**6)})
+        with pytest.raises(WorkerError, match=HAS_GONE):
+            batcher.evaluate(1, seed=1) if connects_again else batcher.execute()
+        with pytest.raises(WorkerError, match=HAS_GONE):
+            busy.get()
+    assert ray.is_initialized() == connects_again
+
+
+@pytest.mark.parametrize("connects_again", [False, True])
+def test_calls_of_a_memory_after_the_connection_to_ray_was_shut_down_say_so_at_once(connect, connects_again, tmp_path):
+    import ray
+
+    steps = TemporalDictTensor({name: torch.zeros(2, 4) for name in ("obs", "_obs", "reward")}, torch.full((2,), 4))
+    trajectories = Trajectories(DictTensor({"env_index": torch.arange(2)}), steps)
+    with RayReplay(9, 2, 1, alpha=0.5, names={"obs": "obs", "next": "_obs", "reward": "reward"}) as memory:
+        memory.extend(trajectories)
+        memory.save(tmp_path)
+        ray.shutdown()
+        if connects_again:
+            connect()
+        for call in (
+            lambda: memory.extend(trajectories), lambda: memory.sample(3), lambda: memory.update_priorities([0], [1.0]),
+            lambda: len(memory), lambda: memory.save(tmp_path), lambda: memory.load(tmp_path),
+        ):  # fmt: skip
+            with pytest.raises(WorkerError, match=HAS_GONE):
+                call()
+        assert memory.stats()["rows"] == 8
+    assert ray.is_initialized() == connects_again
 
 
 def test_an_example_trains_to_the_same_score(cluster, subprocess_env):
