@@ -11,6 +11,7 @@ import torch
 from rlstructs.batcher import out_argument
 from rlstructs.batcher.batch import ROW_INFO, Batch
 from rlstructs.batcher.engine import Engine
+from rlstructs.batcher.equal_actions import EqualActions
 from rlstructs.batcher.lease import BaseLease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.errors import StateError
@@ -33,6 +34,7 @@ class Delivery:
 
     def __init__(self, engine: Engine, life: Lifecycle, device: torch.device) -> None:
         self._engine, self._life, self._device = engine, life, device
+        self._equal_actions = EqualActions(engine.n_envs, engine.n_elems // engine.n_envs)
         # What an interrupted `get` was about to return; the next one returns it.
         self._kept: tuple[Trajectories, int] | None = None
         # The lease that is not released, its batch, and how many environments run.
@@ -54,6 +56,7 @@ class Delivery:
                 return None, None
             orders, batch = engine.collect(n, cuts)
             trajectories = batch.read(out)
+        self._check_actions(trajectories)
         with defer_interrupt():  # or the next `get` would hand out the same rollout
             n_running = engine.end_rollouts(orders, batch, trajectories)
             batch.release()
@@ -75,11 +78,17 @@ class Delivery:
                 return None, None
             orders, batch = engine.collect(n, cuts)
             trajectories = batch.lend_episodes()
+        self._check_actions(None if self._equal_actions.is_over else batch.lend())
         with defer_interrupt():
             n_running = engine.end_rollouts(orders, batch, trajectories)
             batch.release()
             self._set_phase_after(n_running)
         return int(trajectories.lengths.sum()), n_running
+
+    def _check_actions(self, trajectories: Trajectories | None) -> None:
+        """Warns, of the first rollouts, if workers draw equal actions."""
+        if trajectories is not None and not self._equal_actions.is_over:
+            self._equal_actions.add(trajectories)
 
     def _check_out(self, out: Trajectories) -> None:
         """Raises unless the next rollout fits into `out`."""
@@ -116,6 +125,7 @@ class Delivery:
         with self._life.note_failures():
             orders, batch = self._engine.collect()
             trajectories = batch.lend()
+        self._check_actions(trajectories)
         with defer_interrupt():  # until the lease can be released, by its holder or by `drop_lease`
             n_running = self._engine.end_rollouts(orders, batch, trajectories)
             lease = make(batch, trajectories, n_running, lambda: self._take_back(batch, n_running))
