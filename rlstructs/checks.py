@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +22,14 @@ DTYPES = {
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
 # The most characters that messages and tables show of a text, and of a name, that came from a file.
 LONGEST_TEXT, LONGEST_NAME = 500, 200
+
+
+def warn_caller(text: str) -> None:
+    """Warns at the line outside of this library that called it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "rlstructs":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

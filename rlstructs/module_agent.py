@@ -147,6 +147,18 @@ class ModuleAgent(RL_Agent):
         given = _check_shape(given, (n, *space.shape), space)
         return Bernoulli(logits=given, validate_args=False) if isinstance(space, spaces.MultiBinary) else given
 
+    def exploration_hint(self, observation: DictTensor) -> str | None:
+        """Says that nothing explores if the module gives the same actions of a Box again; None if it does not."""
+        if not isinstance(self._space, spaces.Box):
+            return None
+        first, second = self.policy(observation), self.policy(observation)
+        if isinstance(first, Distribution) or isinstance(second, Distribution) or not torch.equal(first, second):
+            return None
+        return (
+            "agent: the module returns an action for its Box, always the same one for an observation, so that nothing "
+            "explores: return a distribution, such as torch.distributions.Normal(mean, std), to draw from it"
+        )
+
     def update(self, info: Any) -> None:
         """Loads a state dict into the module."""
         self.module.load_state_dict(info)

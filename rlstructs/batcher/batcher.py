@@ -44,6 +44,7 @@ from rlstructs.batcher.engine import Engine, start_engine
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.batcher.rollouts import run_rollouts
+from rlstructs.checks import warn_caller
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import find_device
@@ -157,6 +158,8 @@ class RL_Batcher(BatcherBase):
         self._engine = self._start_engine(settings, run)
         try:
             warn_of_overlap(settings.seeds, self._engine.n_envs, self._stack_level)
+            if self._engine.hint:
+                warn_caller(self._engine.hint)
             self._delivery = Delivery(self._engine, self._life, self._device)
             self._life.phase = Phase.NEW
             if memory is not None:
@@ -172,7 +175,7 @@ class RL_Batcher(BatcherBase):
         agent: RL_Agent | torch.nn.Module | Callable[..., Any] | None = None, *, n_envs: int = 8,
         n_workers: int | None = None, n_timesteps: int = 128, seed: int | None = None,
         env_args: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", episode_seeds: bool = False,
-        **settings: Any,
+        clip_actions: bool = False, **settings: Any,
     ) -> Self:  # fmt: skip
         """Makes a batcher of environments that start new episodes by themselves: the short form of the constructor.
 
@@ -190,6 +193,9 @@ class RL_Batcher(BatcherBase):
             seed: `seeds` of the constructor.
             env_args: further arguments of `gymnasium.make`, or of the function.
             episode_seeds: see `GymEnv`; only for single environments.
+            clip_actions: give gymnasium's environments the actions of a Box clipped to its bounds, as Stable-Baselines3
+                does; trajectories keep them as they were drawn, with their `log_prob`. False gives environments what
+                was drawn, beyond the bounds, too.
             settings: further arguments of the constructor, by name.
 
         Raises:
@@ -205,7 +211,7 @@ class RL_Batcher(BatcherBase):
         from rlstructs.batcher.make import constructor_arguments  # imports gymnasium
 
         arguments = constructor_arguments(
-            cls, env, agent, n_envs, n_workers, env_args, device, episode_seeds, settings
+            cls, env, agent, n_envs, n_workers, env_args, device, episode_seeds, clip_actions, settings
         )
         return cls(n_timesteps, seeds=seed, **arguments, **settings)
 

@@ -64,11 +64,13 @@ class Contents(NamedTuple):
         layout: the columns of all environments.
         blocks: for each worker, or node, the global indexes of its environments.
         n_envs: E, the number of environments of one worker.
+        hint: what the user is warned of, if anything.
     """
 
     layout: Layout
     blocks: list[range]
     n_envs: int
+    hint: str | None = None
 
 
 class Engine:
@@ -86,7 +88,10 @@ class Engine:
     Attributes:
         version_before: the number of updates before the first one that the outbox counts.
         meter: counts what is handed out.
+        hint: what the user is warned of, if anything.
     """
+
+    hint: str | None = None
 
     def __init__(
         self,
@@ -326,13 +331,15 @@ def start_engine(
     pool = start_pool(settings, run, arenas)
     try:
         supervisor = Supervisor(pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
-        layout, blocks, n_envs = find_contents(supervisor, settings, run.n_timesteps)
+        layout, blocks, n_envs, hint = find_contents(supervisor, settings, run.n_timesteps)
         slot_buffers = SlotBuffers(layout, run.run_ahead + 1, len(blocks))
         slots_arena.resize(slot_buffers.reserved_nbytes, expected=slot_buffers.nbytes)
         transport = SlotTransport(slot_buffers, slots_arena.map(), blocks, debug)
         supervisor.attach(slot_buffers)
         outbox = weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
-        return Engine(settings, supervisor, transport, outbox, n_envs, arenas, on_new_episodes)
+        engine = Engine(settings, supervisor, transport, outbox, n_envs, arenas, on_new_episodes)
+        engine.hint = hint
+        return engine
     except BaseException:
         with contextlib.suppress(Exception):
             pool.close()
@@ -362,4 +369,4 @@ def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: in
     ends = itertools.accumulate(size * n_envs for size in sizes)
     blocks = [range(end - size * n_envs, end) for size, end in zip(sizes, ends, strict=True)]
     n_elems = n_envs * sum(sizes)
-    return Contents(Layout(n_elems, n_timesteps, specs.observation, specs.action, info), blocks, n_envs)
+    return Contents(Layout(n_elems, n_timesteps, specs.observation, specs.action, info), blocks, n_envs, specs.hint)

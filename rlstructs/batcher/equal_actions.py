@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 
+from rlstructs.checks import warn_caller
 from rlstructs.structures.trajectories import Trajectories
 
 # Steps of a worker that are compared. Of 128 independent draws, 5 standard deviations are 0.22.
@@ -75,7 +74,7 @@ class EqualActions:
             pairs = list(self._differing(worker))
             n = sum(len(one) for one, _ in pairs)
             if n >= N_STEPS // 2 and (share := _share(pairs)) >= base + EXCESS * (1 - base):
-                _warn_caller(
+                warn_caller(
                     f"the agents of workers draw the same random numbers: of {n} actions of workers 0 and {worker}, "
                     f"{share:.0%} are equal, although their observations differ. Is a random generator seeded where "
                     "agents are made, as by torch.manual_seed(0) in create_agent? Make networks once, in the trainer, "
@@ -112,11 +111,3 @@ def _predictable_share(actions: torch.Tensor) -> float:
     for one, following in itertools.pairwise(kinds):
         successors.setdefault(one, Counter())[following] += 1
     return sum(max(counts.values()) for counts in successors.values()) / max(1, len(kinds) - 1)
-
-
-def _warn_caller(text: str) -> None:
-    """Warns at the line outside of this library that called it."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "rlstructs":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, UserWarning, stacklevel=level)

@@ -25,7 +25,7 @@ SET = {"create_env": "env", "create_agent": "agent", "agent_args": "agent", "n_p
 
 def constructor_arguments(
     cls: type, env: Any, agent: Any, n_envs: int, n_workers: int | None, env_args: Mapping[str, Any] | None,
-    device: Any, episode_seeds: bool, settings: Mapping[str, Any],
+    device: Any, episode_seeds: bool, clip_actions: bool, settings: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of the constructor of `cls` that follow from those of its `make`.
 
@@ -39,7 +39,7 @@ def constructor_arguments(
     elif agent is not None and not callable(agent):
         raise TypeError(f"agent must be an RL_Agent, a torch.nn.Module or a function, got {type(agent).__name__}")
     kind = partial(GymEnvInf, episode_seeds=True) if episode_seeds else GymEnvInf
-    makers = Makers(env_factory(env, env_args), agent, n_envs // max(1, n_workers), device, kind)
+    makers = Makers(env_factory(env, env_args), agent, n_envs // max(1, n_workers), device, kind, clip_actions)
     return {
         "create_agent": makers.create_agent,
         "agent_args": {},

@@ -45,7 +45,7 @@ def start_ray_engine(
     try:
         policy, n_rollouts = run.on_worker_failure, run.run_ahead + 1
         supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead)
-        layout, blocks, n_envs = find_contents(supervisor, settings, run.n_timesteps)
+        layout, blocks, n_envs, hint = find_contents(supervisor, settings, run.n_timesteps)
 
         def send_infos(infos: Mapping[str, DictTensor]) -> None:
             data = pickling.dumps(infos)
@@ -55,7 +55,9 @@ def start_ray_engine(
         transport = NodeTransport(layout, blocks, n_rollouts, send_infos, pool.cut, debug, policy == RESTART)
         check = StoreCheck(pool, transport, n_rollouts)
         check.check()
-        return pool, Engine(settings, supervisor, transport, Broadcast(check.check_update), n_envs)
+        engine = Engine(settings, supervisor, transport, Broadcast(check.check_update), n_envs)
+        engine.hint = hint
+        return pool, engine
     except BaseException:
         with contextlib.suppress(Exception):
             pool.close()

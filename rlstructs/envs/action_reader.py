@@ -23,10 +23,15 @@ class ActionReader:
     """Converts the agent's action tensors to the argument of each environment's `step`.
 
     An unstructured space is read from the key `action`, a Dict or Tuple from `action/<key>`.
+
+    Args:
+        space: the action space of one environment.
+        keep_float64: whether float64 actions are recorded as float64.
+        clips: whether environments get the actions of a Box clipped to its bounds.
     """
 
-    def __init__(self, space: gymnasium.Space[Any], keep_float64: bool = False) -> None:
-        self.space = space
+    def __init__(self, space: gymnasium.Space[Any], keep_float64: bool = False, clips: bool = False) -> None:
+        self.space, self._clips = space, clips
         self.leaves = list_leaves(space, "action", keep_float64)
         self._wanted = [(leaf, self.key(leaf), isinstance(leaf.space, spaces.Discrete)) for leaf in self.leaves]
         self._approved: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
@@ -44,7 +49,7 @@ class ActionReader:
         """
         columns = self._columns(action, n)
         values = [
-            columns[leaf.key].tolist() if is_discrete else _split(columns[leaf.key], leaf)
+            columns[leaf.key].tolist() if is_discrete else self._split(columns[leaf.key], leaf)
             for leaf, _, is_discrete in self._wanted
         ]
         if self.leaves[0].path == ():
@@ -67,8 +72,8 @@ class ActionReader:
         columns = self._columns(action, n)
         if self.leaves[0].path == ():
             [leaf] = self.leaves
-            return convert("action", _copy(columns[leaf.key], leaf)), columns
-        batch = (convert(key, _copy(columns[leaf.key], leaf)) for leaf, key, _ in self._wanted)
+            return convert("action", self._copy(columns[leaf.key], leaf)), columns
+        batch = (convert(key, self._copy(columns[leaf.key], leaf)) for leaf, key, _ in self._wanted)
         return nest(self.space, batch), columns
 
     def _columns(self, action: DictTensor, n: int) -> dict[str, np.ndarray]:
@@ -105,16 +110,18 @@ class ActionReader:
             raise SpecError(f"agent: {key!r} is {show(tensor)}, expected {wanted} dtype for {leaf.space}")
         self._approved[key] = (n, tensor.shape, tensor.dtype)
 
+    def _split(self, array: np.ndarray, leaf: Leaf) -> list[Any]:
+        """One copied row for each environment."""
+        own = self._copy(array, leaf)
+        return list(own) if leaf.shape else [own[k, ...] for k in range(len(own))]
 
-def _split(array: np.ndarray, leaf: Leaf) -> list[Any]:
-    """One copied row for each environment."""
-    own = _copy(array, leaf)
-    return list(own) if leaf.shape else [own[k, ...] for k in range(len(own))]
-
-
-def _copy(array: np.ndarray, leaf: Leaf) -> np.ndarray:
-    """Copies actions in the space's dtype: an environment may keep or change them."""
-    own = array.astype(leaf.space.dtype)
-    if own.dtype != array.dtype and own.dtype.kind != "f" and not can_hold(own.dtype, array):
-        raise SpecError(f"agent: {ActionReader.key(leaf)!r} has values that {leaf.space} cannot hold")
-    return own
+    def _copy(self, array: np.ndarray, leaf: Leaf) -> np.ndarray:
+        """Copies actions in the space's dtype: an environment may keep or change them."""
+        space = leaf.space
+        if self._clips and isinstance(space, spaces.Box):
+            clipped: np.ndarray = np.clip(array, space.low, space.high)
+            return clipped.astype(space.dtype, copy=False)
+        own = array.astype(space.dtype)
+        if own.dtype != array.dtype and own.dtype.kind != "f" and not can_hold(own.dtype, array):
+            raise SpecError(f"agent: {self.key(leaf)!r} has values that {space} cannot hold")
+        return own

@@ -55,6 +55,8 @@ class GymEnv(RowDefaults):
             episodes. An exact state of a batcher can then bring back environments that cannot be pickled, by playing
             the running episode again. It needs environments in which a reset with a seed leaves nothing of what was
             before.
+        clip_actions: give environments the actions of a Box clipped to its bounds; rollouts keep them as they were
+            drawn, as log-probabilities need them.
 
     Raises:
         TypeError: `envs` are not gymnasium environments.
@@ -83,6 +85,7 @@ class GymEnv(RowDefaults):
         keep_float64: bool = False,
         info_keys: InfoKeys = (),
         episode_seeds: bool = False,
+        clip_actions: bool = False,
     ) -> None:
         self._envs = _check_envs(envs)
         self._infos = InfoColumns(info_keys)
@@ -94,7 +97,7 @@ class GymEnv(RowDefaults):
         self._episodes: list[Episode | None] = [None] * len(self._envs)
         for env, value in zip(self._envs, self._seeds, strict=True):
             env.action_space.seed(value)
-        layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos)
+        layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos, clip_actions)
         self._leaves, self._actions, self._last_actions = layout.leaves, layout.actions, layout.last_actions
         self._after, self._fresh = layout.allocate(len(self._envs))
         # Indexes of the running environments, None before the first reset; and the environments themselves.
@@ -318,8 +321,12 @@ class GymEnvInf(GymEnv):
         defer_resets: bool = False,
         info_keys: InfoKeys = (),
         episode_seeds: bool = False,
+        clip_actions: bool = False,
     ) -> None:
-        super().__init__(envs, seed, keep_float64=keep_float64, info_keys=info_keys, episode_seeds=episode_seeds)
+        super().__init__(
+            envs, seed, keep_float64=keep_float64, info_keys=info_keys, episode_seeds=episode_seeds,
+            clip_actions=clip_actions,
+        )  # fmt: skip
         if not isinstance(defer_resets, bool):
             raise TypeError(f"defer_resets must be a bool, got {defer_resets!r}")
         self._autoreset, self.defers_resets = not defer_resets, defer_resets

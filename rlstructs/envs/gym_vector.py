@@ -63,6 +63,7 @@ class GymVectorEnv(RowDefaults):
             with a warning.
         info_keys: as for `GymEnv`. For a step that ended an episode in mode SAME_STEP, values come from
             `infos["final_info"]`.
+        clip_actions: as for `GymEnv`.
 
     Raises:
         TypeError: `envs` is no vector environment.
@@ -89,6 +90,7 @@ class GymVectorEnv(RowDefaults):
         keep_float64: bool = False,
         autoreset_mode: AutoresetMode | str | None = None,
         info_keys: InfoKeys = (),
+        clip_actions: bool = False,
     ) -> None:
         self._infos = InfoColumns(info_keys)
         self._envs, self._n, self._name = envs, _count_envs(envs), type(envs).__name__
@@ -96,7 +98,7 @@ class GymVectorEnv(RowDefaults):
         self._mode = _find_mode(envs, autoreset_mode)
         self._seeds: list[int] | None = None if seed is None else environment_seeds(seed, self._n)
         self._single_seed = int(seed) if isinstance(seed, (int, np.integer)) else (self._seeds or [0])[0]
-        layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos)
+        layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos, clip_actions)
         self._leaves, self._actions = layout.leaves, layout.actions
         self._after, self._fresh = layout.allocate(self._n)
         self._last_actions = {key: leaf.key for key, leaf in layout.last_actions.items()}
@@ -105,7 +107,7 @@ class GymVectorEnv(RowDefaults):
         # Environments whose next step only resets them.
         self._ended = NO_ROWS
         groups = _list_groups(envs, self._mode)
-        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64, info_keys) for ids in groups]
+        self._groups = [GymVectorGroup(Group(envs, ids), keep_float64, info_keys, clip_actions) for ids in groups]
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -336,8 +338,8 @@ class Group:
 class GymVectorGroup(GymVectorEnv):
     """One group of a `GymVectorEnv`: see `SplitEnv`. It is reset together with all others."""
 
-    def __init__(self, group: Group, keep_float64: bool, info_keys: InfoKeys) -> None:
-        super().__init__(group, 0, keep_float64=keep_float64, info_keys=info_keys)
+    def __init__(self, group: Group, keep_float64: bool, info_keys: InfoKeys, clip_actions: bool) -> None:
+        super().__init__(group, 0, keep_float64=keep_float64, info_keys=info_keys, clip_actions=clip_actions)
         self._columns: Mapping[str, np.ndarray] = {}
 
     def send_rows(self, action: DictTensor) -> None:

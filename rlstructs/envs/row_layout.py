@@ -30,6 +30,7 @@ class RowLayout:
         observation_space, action_space: of one environment.
         keep_float64: whether float64 columns stay float64.
         infos: the columns of infos.
+        clip_actions: whether environments get actions clipped to the bounds of their Box.
 
     Attributes:
         leaves: of the observation space, by key.
@@ -47,9 +48,10 @@ class RowLayout:
         action_space: gymnasium.Space[Any],
         keep_float64: bool,
         infos: InfoColumns,
+        clip_actions: bool = False,
     ) -> None:
         self.leaves = {leaf.name: leaf for leaf in list_leaves(observation_space, "observation", keep_float64)}
-        self.actions = ActionReader(action_space, keep_float64)
+        self.actions = ActionReader(action_space, keep_float64, clip_actions)
         refuse_reserved(self.leaves)
         self.last_actions = {f"last_{ActionReader.key(leaf)}": leaf for leaf in self.actions.leaves}
         specs = {key: (leaf.row_shape, leaf.dtype) for key, leaf in self.leaves.items()}

@@ -368,10 +368,12 @@ class RolloutJob:
                 self._seed(agent, settings.seeds[self.index])
                 with evaluation_mode(agent):
                     output, state = first_step(agent, seen, repeat_row(settings.agent_info, n), n)
+                    find_hint = getattr(agent, "exploration_hint", None)
+                    hint = find_hint(seen) if callable(find_hint) else None
             finally:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
-        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept)
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept, hint)
 
 
 class Stoppable(Protocol):

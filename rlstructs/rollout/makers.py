@@ -34,6 +34,7 @@ class Makers:
         n_envs: number of environments.
         device: the device of the observations.
         kind: makes a vectorised environment of single ones.
+        clip_actions: whether gymnasium environments get actions clipped to the bounds of their Box.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Makers:
         n_envs: int,
         device: torch.device | str = "cpu",
         kind: Callable[..., GymEnv] = GymEnvInf,
+        clip_actions: bool = False,
     ) -> None:
         self._make, self._agent, self._n_envs, self._device, self._kind = env, agent, n_envs, device, kind
+        self._clips = clip_actions
         self._spaces: dict[str, Any] = {}
 
     def create_env(self, seed: int) -> VecEnv:
@@ -59,9 +62,13 @@ class Makers:
         first = call_factory("env is called", self._make, arguments)
         if isinstance(first, gymnasium.Env):
             rest = _without_check(self._make)
-            made: Any = self._kind([first, *(rest(**arguments) for _ in range(self._n_envs - 1))], seed)
+            envs = [first, *(rest(**arguments) for _ in range(self._n_envs - 1))]
+            made: Any = self._kind(envs, seed, clip_actions=self._clips)
         elif isinstance(first, gymnasium.vector.VectorEnv):
-            made = GymVectorEnv(first, seed)
+            made = GymVectorEnv(first, seed, clip_actions=self._clips)
+        elif self._clips:
+            name = type(first).__name__
+            raise SpecError(f"clip_actions: needs gymnasium's environments, got a {name}, which has to clip itself")
         else:
             made = first
         n_envs = made.n_envs() if callable(getattr(made, "n_envs", None)) else self._n_envs

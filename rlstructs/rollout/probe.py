@@ -145,6 +145,8 @@ class Specs:
     state: dict[str, TensorSpec]
     # Empty moments of everything that the environment keeps statistics of.
     statistics: dict[str, Moments]
+    # What the user is warned of, if anything.
+    hint: str | None = None
 
     def check_like(self, first: Specs, who: str) -> None:
         """Raises unless keys, dtypes and shapes equal those of the first worker."""

@@ -14,9 +14,11 @@ from rlstructs import (
     DictTensor,
     GymEnv,
     GymEnvInf,
+    ModuleAgent,
     NormalizeObservation,
     RandomAgent,
     RL_Batcher,
+    SharedVectorEnv,
     SpecError,
     StateError,
 )
@@ -172,3 +174,70 @@ def test_gymnasium_checks_one_environment_of_a_worker_and_not_those_that_are_mad
     told = Makers(partial(gymnasium.make, "CartPole-v1", disable_env_checker=False), None, 2)
     with closing(told.create_env(seed=0)) as made:
         assert all(is_checked(env) for env in made._envs)
+
+
+class Reaching(gymnasium.Env):
+    """The reward is the action, which has to be within its bounds."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.uniform(-1, 1, 2).astype("f4"), {}
+
+    def step(self, action):
+        if not self.action_space.contains(action):
+            raise ZeroDivisionError(action)
+        return self.np_random.uniform(-1, 1, 2).astype("f4"), action[0], False, False, {}
+
+
+class Wide(torch.nn.Linear):
+    """Draws far beyond the bounds."""
+
+    def forward(self, frame):
+        return torch.distributions.Normal(super().forward(frame), 3.0)
+
+
+def groups(n_envs):
+    return SharedVectorEnv([Reaching] * n_envs, n_workers=0, autoreset_mode="SameStep", n_groups=2)
+
+
+@pytest.mark.parametrize(
+    "env", [Reaching, lambda n_envs: gymnasium.vector.SyncVectorEnv([Reaching] * n_envs), groups],
+    ids=["single", "vector", "groups"],
+)  # fmt: skip
+def test_clipped_actions_reach_environments_and_rollouts_keep_what_was_drawn(env):
+    network = Wide(2, 1)
+    with RL_Batcher.make(env, network, n_envs=4, n_workers=0, n_timesteps=9, seed=0, clip_actions=True) as batcher:
+        steps = next(iter(batcher)).trajectories
+    drawn = steps["action/action"][..., 0]
+    assert (drawn.abs() > 1).any() and torch.equal(drawn.clamp(-1, 1), steps["_observation/reward"])
+    log_prob = network(steps["observation/frame"]).log_prob(steps["action/action"])[..., 0]
+    torch.testing.assert_close(steps["action/log_prob"], log_prob.detach())
+    with RL_Batcher.make(env, network, n_envs=4, n_workers=0, n_timesteps=9, seed=0) as batcher:
+        with pytest.raises(ZeroDivisionError):
+            next(iter(batcher))
+
+
+def test_only_environments_of_gymnasium_clip_actions():
+    with pytest.raises(SpecError, match="clip_actions: needs gymnasium's environments, got a NormalizeObservation"):
+        RL_Batcher.make(normalized, n_envs=2, n_workers=0, clip_actions=True)
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_mean_for_a_box_is_warned_of_once(n_workers):
+    with pytest.warns(UserWarning, match="so that nothing explores: return a distribution") as caught:
+        RL_Batcher.make(Reaching, torch.nn.Linear(2, 1), n_envs=2, n_workers=n_workers).close()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Noisy(torch.nn.Linear):
+    def forward(self, frame):
+        mean = super().forward(frame)
+        return torch.normal(mean, 0.1) if self.training else mean
+
+
+def test_noise_of_the_network_itself_and_agents_of_ones_own_are_not_warned_of():
+    for agent in (Wide(2, 1), ModuleAgent(Noisy(2, 1), Reaching.action_space, training=True), None):
+        RL_Batcher.make(Reaching, agent, n_envs=2, n_workers=0).close()
+    RL_Batcher.make(CARTPOLE, torch.nn.Linear(4, 2), n_envs=2, n_workers=0).close()

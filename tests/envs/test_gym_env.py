@@ -672,3 +672,60 @@ def test_a_reset_that_is_made_again_gives_the_same_seeds(episode_seeds):
     env.reset()
     [before, again] = first.resets
     assert before == again and before["seed"] is not None
+
+
+# --- clip_actions ---------------------------------------------------------------------------------
+
+BOXES = {
+    "Box": spaces.Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32)),
+    "float64": spaces.Box(-1, 1, (2,), np.float64), "uint8": spaces.Box(0, 200, (2,), np.uint8),
+    "scalar": spaces.Box(-1, 1, ()), "Dict": spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3)),
+}  # fmt: skip
+
+
+class Told(gymnasium.Env):
+    """Keeps the actions that it is given."""
+
+    observation_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, space):
+        self.action_space, self.actions = space, []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action if isinstance(action, dict) else np.asarray(action)), action
+        self.actions.append(action)
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def drawn(space, n):
+    """Actions far beyond the bounds, and within them."""
+    if isinstance(space, spaces.Dict):
+        return {f"action/{key}": value for key, one in space.items() for value in drawn(one, n).values()}
+    if isinstance(space, spaces.Discrete):
+        return {"action": torch.arange(n) % 3}
+    values = torch.tensor([-900.0, 0.5, 300.0])[torch.arange(n) % 3].reshape(n, *[1] * len(space.shape))
+    values = values.expand(n, *space.shape)
+    return {"action": values.long() if space.dtype.kind == "u" else values}
+
+
+@pytest.mark.parametrize("name", BOXES)
+@pytest.mark.parametrize("is_vector", [False, True], ids=["GymEnvInf", "GymVectorEnv"])
+def test_clipped_actions_reach_the_environment_and_drawn_ones_the_rollout(name, is_vector):
+    space, envs = BOXES[name], [Told(BOXES[name]) for _ in range(3)]
+    vector = gymnasium.vector.SyncVectorEnv([functools.partial(lambda env: env, env) for env in envs])
+    env = GymVectorEnv(vector, 0, clip_actions=True) if is_vector else GymEnvInf(envs, 0, clip_actions=True)
+    env.reset()
+    action = drawn(space, 3)
+    (after, _), _ = env.step(DictTensor(action))
+    for key, tensor in action.items():
+        assert torch.equal(after[f"last_{key}"], tensor.to(after[f"last_{key}"].dtype))
+    for row, one in enumerate(envs):
+        for key, tensor in action.items():
+            own = space[key.removeprefix("action/")] if isinstance(space, spaces.Dict) else space
+            given = one.actions[0][key.removeprefix("action/")] if isinstance(space, spaces.Dict) else one.actions[0]
+            low, high = (own.low, own.high) if isinstance(own, spaces.Box) else (0, 2)
+            np.testing.assert_array_equal(given, np.clip(tensor[row].numpy(), low, high))
