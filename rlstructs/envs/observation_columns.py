@@ -81,7 +81,8 @@ class ObservationRows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt, also by `copy.deepcopy`: copied views would not be views of the copied rows.
-        return _rebuild_rows, (self._leaves, self.rows.packing, self._n_envs, self.rows.blocks)
+        gathered = [column.array for column, _ in self._columns]
+        return _rebuild_rows, (self._leaves, self.rows.packing, self._n_envs, self.rows.blocks, gathered)
 
     def example(self) -> Rows:
         """E first observations as `reset` would return them, made from the spaces alone."""
@@ -108,11 +109,15 @@ class ObservationRows:
 
 
 def _rebuild_rows(
-    leaves: Mapping[str, Leaf], packing: Packing, n_envs: int, blocks: Mapping[str, np.ndarray]
-) -> ObservationRows:
+    leaves: Mapping[str, Leaf], packing: Packing, n_envs: int, blocks: Mapping[str, np.ndarray],
+    gathered: Sequence[np.ndarray],
+) -> ObservationRows:  # fmt: skip
     rebuilt = ObservationRows(leaves, packing, n_envs)
     for name, block in blocks.items():
         rebuilt.rows.blocks[name][...] = block
+    for (column, record), array in zip(rebuilt._columns, gathered, strict=True):
+        if record is not None:  # the others are the blocks
+            column.array[...] = array
     return rebuilt
 
 

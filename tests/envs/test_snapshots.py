@@ -130,6 +130,44 @@ def test_a_vectorised_environment_of_a_user_makes_the_round_trip():
     check_round_trip(Walk, n_after=20)
 
 
+class Around:
+    """A vectorised environment of a user's, around one of the library's."""
+
+    def __init__(self, env):
+        self.env, self.action_space = env, env.action_space
+
+    def n_envs(self):
+        return self.env.n_envs()
+
+    def reset(self, env_info):
+        return self.env.reset(env_info)
+
+    def step(self, action):
+        return self.env.step(action)
+
+    def close(self):
+        self.env.close()
+
+
+def several_parts(n=3):
+    """CartPoles that show two arrays."""
+    return [wrappers.TimeAwareObservation(make("CartPole-v1"), flatten=False) for _ in range(n)]
+
+
+AROUND = {
+    "GymEnv": lambda: GymEnv(several_parts(), 2),
+    "GymEnvInf": lambda: GymEnvInf(several_parts(), 2),
+    "normalised": lambda: NormalizeReward(NormalizeObservation(GymEnvInf(several_parts(), 2))),
+    "vector": lambda: GymVectorEnv(gymnasium.vector.SyncVectorEnv([lambda: several_parts(1)[0]] * 3), 2),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_an_environment_of_a_user_around_one_of_the_library_makes_the_round_trip(name):
+    n_before = 3 if name == "GymEnv" else 57  # later all have ended
+    check_round_trip(lambda: Around(AROUND[name]()), n_before, n_after=5 if name == "GymEnv" else 60)
+
+
 def test_agents_of_pettingzoo_make_the_round_trip():
     spread = pytest.importorskip("mpe2.simple_spread_v3")
     from rlstructs.integrations.pettingzoo import ParallelEnvs

@@ -15,7 +15,15 @@ import pytest
 import torch
 from replay_rows import draws, fill, row, rows
 
-from rlstructs import DictTensor, EmptyBufferError, MissingKeyError, SpecError, StateError
+from rlstructs import (
+    DictTensor,
+    EmptyBufferError,
+    MissingKeyError,
+    SpecError,
+    StateError,
+    TemporalDictTensor,
+    Trajectories,
+)
 from rlstructs.replay import (
     ArrayDict,
     CachedReplayBuffer,
@@ -464,6 +472,19 @@ def nested_without_next():
         buffer.add({"obs": obs, "obs_next": {"mask": 99}, "act": {"act_id": i, "position_id": i + 3}, "rew": i,
                     "terminated": i % 3 == 0, "truncated": False, "info": {"if": i}})  # fmt: skip
     return buffer
+
+
+def test_an_ignored_next_observation_of_trajectories_is_not_stored_even_if_it_is_named():
+    seen, ends = torch.arange(8.0).reshape(2, 4), torch.zeros(2, 4, dtype=torch.bool)
+    steps = {"observation/frame": seen, "_observation/frame": seen + 9, "action/action": seen,
+             "_observation/reward": seen, "_observation/terminated": ends, "_observation/truncated": ends}  # fmt: skip
+    info, lengths = DictTensor({"env_index": torch.arange(2)}), torch.full((2,), 4)
+    buffer = VectorReplayBuffer(8, 2, ignore_obs_next=True)
+    names = "obs", "obs_next", "act", "rew", "terminated", "truncated"
+    trajectories = Trajectories(info, TemporalDictTensor(steps, lengths))
+    buffer.add_trajectories(trajectories, dict(zip(names, steps, strict=True)))
+    assert "obs_next" not in buffer._specs
+    assert buffer.sample(0)[0].obs_next.tolist() == [1, 2, 3, 3, 5, 6, 7, 7]
 
 
 def test_an_ignored_next_observation_is_that_of_the_next_row():  # A22 test_ignore_obs_next

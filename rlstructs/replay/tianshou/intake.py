@@ -222,7 +222,8 @@ class TransitionIntake(Intake):
         return transitions.trajectory_names(keys, self.options.ignore_obs_next)
 
     def prepare_columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        return transitions.as_columns(values, 2, self.options.save_only_last_obs)
+        kept = {name: each for name, each in values.items() if top(name) not in self.ignored}
+        return transitions.as_columns(kept, 2, self.options.save_only_last_obs)
 
     def check_steps(self, steps: Steps) -> None:
         self.require_room()
