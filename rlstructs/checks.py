@@ -70,10 +70,15 @@ def hint_batch_first(shape: tuple[int, ...], n: int) -> str:
     return BATCH_FIRST_HINT
 
 
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError unless the value is a number, which True and False are not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def check_gamma(gamma: Any) -> None:
     """Raises TypeError or SpecError unless gamma is a number from 0 to 1."""
-    if isinstance(gamma, bool) or not isinstance(gamma, (int, float, np.number)):
-        raise TypeError(f"gamma must be a number, got {gamma!r}")
+    check_number("gamma", gamma)
     if not 0 <= gamma <= 1:
         raise SpecError(f"gamma must be in [0, 1], got {gamma}")
 

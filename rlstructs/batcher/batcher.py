@@ -219,8 +219,8 @@ class RL_Batcher(BatcherBase):
         """Yields one rollout after another: `execute` and `get`, after a `reset` if one is due.
 
         `for trajectories in batcher:` does the same, without end. After a `break`, a new loop goes on where the last
-        one stopped. If agents or environments take an info, call `reset` with it before the loop; to give another one
-        to each rollout, call `execute` and `get` instead.
+        one stopped. If agents or environments take an info, call `reset` with it before the loop, whose resets keep
+        it; to give another one to each rollout, call `execute` and `get` instead.
 
         Args:
             n_steps: the steps of all environments together after which no new rollout begins; None for no end.
@@ -229,7 +229,7 @@ class RL_Batcher(BatcherBase):
             SpecError, TypeError: `n_steps` is not an int above 0.
             StateError, Exception: what `reset`, `execute` and `get` raise.
         """
-        return run_rollouts(self, self._life, n_steps)
+        return run_rollouts(self, self._life, lambda: self._engine.transport.infos, n_steps)
 
     def __iter__(self) -> Iterator[Trajectories]:
         return self.rollouts()

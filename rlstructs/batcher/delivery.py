@@ -37,6 +37,7 @@ class Delivery:
         self._equal_actions = EqualActions(engine.n_envs, engine.n_elems // engine.n_envs)
         # What an interrupted `get` was about to return; the next one returns it.
         self._kept: tuple[Trajectories, int] | None = None
+        self._out: Trajectories | None = None  # the `out` that it lies in
         # The lease that is not released, its batch, and how many environments run.
         self._leased: tuple[weakref.ref[Any], Batch, int] | None = None
 
@@ -46,11 +47,11 @@ class Delivery:
         """Copies the oldest rollouts; the arguments are those of `RL_Batcher.get`."""
         self._life.check("get", Phase.RUNNING)
         if self._kept is not None:
-            return self._finish(*self._kept)
+            return self._finish(self._move_kept(*self._kept, out), self._kept[1])
         engine, cuts = self._engine, preempt is not None
         n = engine.count_awaited(at_least, preempt)
         if out is not None:
-            self._check_out(out)
+            self._check_out(out, engine.transport.max_rows())
         with self._life.note_failures():
             if not blocking and not engine.is_ready(n, cuts):
                 return None, None
@@ -60,8 +61,21 @@ class Delivery:
         with defer_interrupt():  # or the next `get` would hand out the same rollout
             n_running = engine.end_rollouts(orders, batch, trajectories)
             batch.release()
-            self._kept = trajectories, n_running
+            self._kept, self._out = (trajectories, n_running), out
         return self._finish(trajectories, n_running)
+
+    def _move_kept(self, trajectories: Trajectories, n_running: int, out: Trajectories | None) -> Trajectories:
+        """Copies what an interrupted `get` was about to return to where the next one wants it."""
+        if out is self._out:
+            return trajectories
+        if out is None:
+            trajectories = trajectories.clone()
+        else:
+            self._check_out(out, trajectories.n_elems())
+            trajectories = out_argument.copy(trajectories, out)
+        with defer_interrupt():
+            self._kept, self._out = (trajectories, n_running), out
+        return trajectories
 
     def wait(
         self, blocking: bool, at_least: int | None, preempt: float | None
@@ -90,23 +104,22 @@ class Delivery:
         if trajectories is not None and not self._equal_actions.is_over:
             self._equal_actions.add(trajectories)
 
-    def _check_out(self, out: Trajectories) -> None:
-        """Raises unless the next rollout fits into `out`."""
-        transport = self._engine.transport
-        layout = transport.layout
+    def _check_out(self, out: Trajectories, n_rows: int) -> None:
+        """Raises unless a rollout of so many rows fits into `out`."""
+        layout = self._engine.transport.layout
         steps = specs_of_steps(layout.observation, layout.action)
-        out_argument.check(out, {**layout.info, **ROW_INFO}, steps, (transport.max_rows(), layout.n_timesteps))
+        out_argument.check(out, {**layout.info, **ROW_INFO}, steps, (n_rows, layout.n_timesteps))
 
     def _finish(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
         """Moves the trajectories to the device, and ends the phase of this rollout."""
-        found = trajectories if self._device.type == "cpu" else trajectories.to(self._device)
+        found, out = trajectories if self._device.type == "cpu" else trajectories.to(self._device), self._out
         try:
             with defer_interrupt():
-                self._kept = None
+                self._kept = self._out = None
                 self._set_phase_after(n_running)
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt that was put off: the caller has not got them
-                self._kept, self._life.phase = (trajectories, n_running), Phase.RUNNING
+                self._kept, self._out, self._life.phase = (trajectories, n_running), out, Phase.RUNNING
             raise
         return found, n_running
 
@@ -159,7 +172,7 @@ class Delivery:
 
     def forget(self) -> None:
         """Drops what an interrupted `get` was about to return."""
-        self._kept = None
+        self._kept = self._out = None
 
     def close(self) -> None:
         """Drops what is leased."""

@@ -55,6 +55,17 @@ def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ..
         raise SpecError(f"get: out {key!r} is expanded: several of its elements share memory")
 
 
+def copy(trajectories: Trajectories, out: Trajectories) -> Trajectories:
+    """Copies a rollout to `out`, which was checked; returns it there."""
+    there = cut(out, trajectories.n_elems(), trajectories.trajectories.n_timesteps())
+    for key, tensor in trajectories.info.items():
+        there.info[key].copy_(tensor)
+    for key, tensor in trajectories.trajectories.items():
+        there.trajectories[key].copy_(tensor)
+    there.lengths.copy_(trajectories.lengths)
+    return there
+
+
 def cut(out: Trajectories, n_rows: int, n_timesteps: int) -> Trajectories:
     """Views of the first rows and timesteps."""
     steps = {key: tensor[:n_rows, :n_timesteps] for key, tensor in out.trajectories.items()}

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rlstructs.checks import check_names
+from rlstructs.checks import check_names, check_number
 from rlstructs.envs.normalizing_env import NormalizingEnv
 from rlstructs.envs.row_env import NO_ROWS, Step
 from rlstructs.envs.row_layout import RAW_REWARD, is_reserved
@@ -156,6 +156,7 @@ class NormalizeReward(NormalizingEnv):
     def __init__(
         self, env: VecEnv, *, gamma: float = 0.99, epsilon: float = 1e-8, clip: float | None = 10.0
     ) -> None:
+        check_number("gamma", gamma)
         if not 0 <= gamma <= 1:
             raise SpecError(f"gamma must lie in [0, 1], got {gamma}")
         self._gamma = float(gamma)
@@ -230,8 +231,7 @@ def _check_done(env: NormalizingEnv, packing: Packing) -> None:
 
 
 def _check_positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+    check_number(name, value)
     if not 0 < value < math.inf:
         raise SpecError(f"{name} must be above 0 and finite, got {value}")
     return float(value)

@@ -107,12 +107,13 @@ class ArrayDict(ArrayValues):
         return {key[len(start) :]: value for key, value in self.items() if key.startswith(start)}
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or any(key.startswith(f"{name}/") for key in self)
+        has_nested = isinstance(name, str) and any(key.startswith(f"{name}/") for key in self)
+        return has_nested or super().__contains__(name)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns what is under a name, or `default`."""
         try:
-            return self[key]
+            return self[key] if isinstance(key, str) else default
         except KeyError:
             return default
 

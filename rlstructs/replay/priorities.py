@@ -35,7 +35,8 @@ def exponent(name: str, value: Any) -> float:
     """
     if getattr(value, "ndim", None) == 0:  # a tensor, which schedules of torchrl return
         value = value.item()
-    if not (isinstance(value, (int, float, np.number)) and 0 <= value < np.inf):
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < np.inf):
         raise SpecError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
 

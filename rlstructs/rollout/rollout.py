@@ -108,10 +108,18 @@ def _resume(rollout: Generator[None, None, Progress]) -> Progress | None:
         progress: Progress = end.value
         return progress
     except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # raised by an environment or an agent (PEP 479)
+        if isinstance(error.__cause__, StopIteration) and _is_pythons(error):  # of an environment or an agent (PEP 479)
             raise error.__cause__ from None
         raise
     return None
+
+
+def _is_pythons(error: RuntimeError) -> bool:
+    """Whether Python made this error as a StopIteration left `run`, so that nothing called there raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code in (_resume.__code__, Rollout.run.__code__)
 
 
 class Rollout:

@@ -83,6 +83,10 @@ class Trajectories(Structure):
     def _content(self) -> dict[str, Any]:
         return {"info": self.info._content(), "trajectories": self.trajectories._content()}
 
+    def __contains__(self, name: object) -> bool:
+        """Whether the steps have this key."""
+        return name in self.trajectories
+
     __iter__ = None  # by `__getitem__` Python would try 0, 1, and so on
 
     def __getitem__(self, name: str) -> torch.Tensor:

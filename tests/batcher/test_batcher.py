@@ -204,6 +204,21 @@ def test_env_info_reaches_the_environments_and_is_recorded():  # CV60
         assert (n, second.lengths.tolist(), column(second, "env_info/length")) == (0, [4], [9])
 
 
+def test_rollouts_reset_with_the_infos_in_force():
+    with count_batcher([[5, 5]], 3, agent_info=eps(0.0), env_info=lengths(1)) as batcher:
+        with pytest.raises(SpecError, match="agent_info"):
+            next(batcher.rollouts())
+        batcher.reset(agent_info=eps(0.5, 0.25), env_info=lengths(2, 3))
+        found = [column(next(batcher.rollouts()), "env_info/length")]
+        batcher.reset(agent_info=eps(0.5, 0.25), env_info=lengths(3, 2))
+        batcher.execute(eps(0.75, 1.0))
+        batcher.get()
+        for trajectories in batcher.rollouts(10):
+            found.append([column(trajectories, name) for name in ("agent_info/eps", "env_info/length")])
+            assert trajectories.lengths.tolist() == [3, 2]
+    assert found == [[2, 3], [[0.75, 1.0], [3, 2]], [[0.75, 1.0], [3, 2]]]
+
+
 def test_agent_info_and_env_info_together():  # CV61
     with count_batcher([[5, 5]], 2, agent_info=eps(0.0), env_info=lengths(1)) as batcher:
         batcher.reset(agent_info=eps(0.5, 0.25), env_info=lengths(1, 4))

@@ -25,6 +25,7 @@ from rlstructs import (
     ClosedError,
     DictTensor,
     GymEnvInf,
+    GymVectorEnv,
     OutOfMemoryError,
     RemoteTraceback,
     RL_Agent,
@@ -159,6 +160,42 @@ def test_an_iteration_that_stops_is_an_exception_as_any_other(n_processes):
         batcher.reset()
         with pytest.raises(StopIteration, match="no data is left"):
             rollout(batcher)
+
+
+class Stopped(Count):
+    """Raises a RuntimeError whose cause is a StopIteration, of its own or of a generator of its own."""
+
+    def __init__(self, where):
+        super().__init__(5)
+        self.where = where
+
+    def step(self, action):
+        if self.where == "generator":
+            next(self._draw())
+        try:
+            next(iter(()))
+        except StopIteration as error:
+            raise RuntimeError("the data set is empty") from error
+
+    def _draw(self):
+        yield next(iter(()))
+
+
+@pytest.mark.parametrize("where", ["environment", "generator"])
+@pytest.mark.parametrize("n_processes", [0, 1])
+@pytest.mark.parametrize("n_groups", [1, 2])
+def test_an_error_whose_cause_is_an_iteration_that_stopped_arrives_as_it_is(where, n_processes, n_groups):
+    def create_env(seed):
+        if n_groups == 1:
+            return GymEnvInf([Stopped(where)], seed)
+        return GymVectorEnv(SharedVectorEnv([lambda: Stopped(where)] * 2, 0, n_groups=n_groups), seed)
+
+    words = {"environment": "the data set is empty", "generator": "generator raised StopIteration"}[where]
+    with RL_Batcher(10, Counting, {}, create_env, {}, n_processes, 0) as batcher:
+        batcher.reset()
+        with pytest.raises(RuntimeError, match=words) as caught:
+            rollout(batcher)
+    assert n_processes or isinstance(caught.value.__cause__, StopIteration)
 
 
 @pytest.mark.parametrize("n_processes", [0, 1])

@@ -16,7 +16,8 @@ from helpers import Count, count_batcher, rollout
 from processes import worker_pids
 
 import rlstructs.replay
-from rlstructs import SharedVectorEnv, StateError
+from rlstructs import SharedVectorEnv, SpecError, StateError
+from rlstructs.batcher.delivery import Delivery
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
@@ -129,6 +130,52 @@ def signalled(call, at):
     finally:
         sys.settrace(before)
     return found, next(lines) > at
+
+
+@pytest.fixture
+def interrupt_late(monkeypatch):
+    """Has the next `get` be interrupted as it is about to return."""
+
+    def finish(self, *args):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def interrupt(get, **arguments):
+        monkeypatch.setattr(Delivery, "_finish", finish)
+        with pytest.raises(KeyboardInterrupt):
+            get(**arguments)
+
+    return interrupt
+
+
+@pytest.mark.parametrize("given", [(False, True), (True, False), (True, True)], ids=str)
+def test_the_get_after_an_interrupted_one_gives_the_rollout_in_the_memory_that_it_was_given(given, interrupt_late):
+    def place(trajectories):
+        return trajectories["observation/frame"].data_ptr()
+
+    with count_batcher([[10**6, 2]], 3, n_processes=0) as batcher:
+        batcher.reset()
+        outs = [(made := rollout(batcher)[0]).clone(), made]
+        batcher.reset()
+        batcher.execute()
+        first, second = (out if is_given else None for out, is_given in zip(outs, given, strict=True))
+        interrupt_late(batcher.get, out=first)
+        found, n_running = batcher.get(out=second)
+        assert place(found) == place(second) if second is not None else place(found) not in map(place, outs)
+        assert found["observation/frame"][:, :, 1].tolist() == [[0, 1, 2], [0, 1, 0]] and n_running == 1
+        assert found.lengths.tolist() == [3, 2] and found.info["env_index"].tolist() == [0, 1]
+        assert rollout(batcher)[0]["observation/frame"][:, :, 1].tolist() == [[3, 4, 5]]
+
+
+def test_the_out_of_a_get_after_an_interrupted_one_is_checked(interrupt_late):
+    with count_batcher([[10**6]], 3, autoreset=True, n_processes=0) as batcher:
+        batcher.reset()
+        out, _ = rollout(batcher)
+        batcher.execute()
+        interrupt_late(batcher.get)
+        with pytest.raises(SpecError, match=r"get: out 'lengths' is \(0,\) .*, expected \(1,\)"):
+            batcher.get(out=out.slice(0, 0))
+        assert batcher.get(out=out)[0]["observation/frame"].data_ptr() == out["observation/frame"].data_ptr()
 
 
 @pytest.mark.parametrize(("n_processes", "policy"), [(0, "raise"), (2, "raise"), (2, "restart")])

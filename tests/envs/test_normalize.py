@@ -351,6 +351,10 @@ def test_what_cannot_be_normalised_is_said():
         NormalizeReward(cartpole, clip=-1.0)
     with pytest.raises(SpecError, match=r"^gamma must lie in \[0, 1\], got 1.5$"):
         NormalizeReward(cartpole, gamma=1.5)
+    for name in ("gamma", "epsilon", "clip"):
+        for value in (True, np.True_, "0.9"):
+            with pytest.raises(TypeError, match=rf"^{name} must be a number, got "):
+                NormalizeReward(cartpole, **{name: value})
     with pytest.raises(TypeError, match=r"^clip must be a number, got 'no'$"):
         NormalizeObservation(cartpole, clip="no")
     with pytest.raises(TypeError, match=r"^NormalizeObservation needs a VecEnv, such as GymEnvInf, got TimeLimit$"):

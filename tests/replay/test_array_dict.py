@@ -345,3 +345,11 @@ def test_keys_that_are_no_strings_are_refused(key):
 def test_names_may_be_empty():
     batch = ArrayDict(obs={"": np.zeros(2), "frame": np.ones(2)})
     assert list(batch) == ["obs/", "obs/frame"] and batch.obs[""].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("key", [3, 0, None, 1.5, ("obs", "image"), np.int64(3), b"obs"])
+def test_what_is_no_name_is_in_no_batch(key):
+    for batch in (ArrayDict({"3/x": [1.0], "None/x": [1.0], "obs": {"image": [2.0]}}), ArrayDict()):
+        assert key not in batch and batch.get(key, "none") == "none"
+        with pytest.raises(TypeError, match="unhashable"):
+            assert [key] in batch

@@ -1258,3 +1258,17 @@ def test_methods_that_a_program_overrides_are_called_where_others_use_them(tmp_p
     assert called(lambda: buffer.sampler.update_priority(0, 1.0)) == ["update_priority"]
     assert called(lambda: buffer.save(tmp_path / "folder")) == ["dumps"]
     assert called(lambda: buffer.loads(tmp_path / "folder")) == ["load"]
+
+
+def test_what_is_no_name_is_not_in_the_info_of_a_draw():
+    buffer = DictTensorReplayBuffer(batch_size=3)
+    buffer.extend(numbered(0, 4))
+    _, info = buffer.sample(return_info=True)
+    name = next(iter(info))
+    assert name in info and info.get(name) is info[name]
+    for key in (3, None, 1.5, ("a", 3), (), b"index"):
+        assert key not in info and info.get(key, "none") == "none"
+        with pytest.raises(KeyError):
+            info[key]
+    with pytest.raises(TypeError, match="unhashable"):
+        assert [name] in info

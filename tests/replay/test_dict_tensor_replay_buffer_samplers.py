@@ -526,6 +526,9 @@ def test_alpha_and_beta_may_change():  # B6
         buffer.sampler.alpha = -1
     with pytest.raises(SpecError, match="^beta must be a number of at least 0"):
         buffer.sampler.beta = nan
+    for value in (True, np.True_, torch.tensor(True)):
+        with pytest.raises(SpecError, match="^beta must be a number of at least 0, got True"):
+            buffer.sampler.beta = value
     assert (buffer.sampler.alpha, buffer.sampler.beta) == (0.5, 0.5)
 
 

@@ -170,3 +170,9 @@ def test_share_memory_includes_both_parts(t):
     assert t.share_memory_() is t
     shared = (t.info["env_index"], t.trajectories["action/y"], t.lengths)
     assert all(tensor.is_shared() for tensor in shared)
+
+
+def test_the_keys_of_the_steps_are_in_trajectories():
+    steps = TemporalDictTensor({"a": torch.zeros(2, 3)}, torch.full((2,), 3))
+    trajectories = Trajectories(DictTensor({"env_index": torch.arange(2)}), steps)
+    assert "a" in trajectories and "env_index" not in trajectories and 3 not in trajectories

@@ -121,14 +121,20 @@ class Known(dict[str, Any]):
     """What is known of rows, by name; ("next", "truncated") stands for `next/truncated`, as in a tensordict."""
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(join_key(key))
+        return super().__getitem__(_join_names(key))
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(join_key(key))
+        return super().__contains__(_join_names(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The value under a name, or the default."""
-        return super().get(join_key(key), default)
+        return super().get(_join_names(key), default)
+
+
+def _join_names(key: Any) -> Any:
+    """Converts a key of torchrl to the name of a column, and leaves what is none, as that of a dict."""
+    is_path = isinstance(key, tuple) and key and all(isinstance(each, str) for each in key)
+    return join_key(key) if is_path else key
 
 
 def _move_stack(array: Any, axis: int) -> Any:
