@@ -895,12 +895,12 @@ def test_the_number_of_steps_must_be_one_of_whole_slices():  # B3
 
 
 @pytest.mark.parametrize(("per", "share"), [("window", 2 / 30), ("trajectory", 1 / 2)])
-def test_slices_are_drawn_per_window_unless_told_otherwise(per, share):  # C1, B5.13
+def test_slices_are_drawn_per_trajectory_unless_told_otherwise(per, share):  # C1, B5.13
     buffer = made(SliceSampler(slice_len=2, per=per), 40)
     buffer.extend(episodes([3, 29]))
     batch = buffer.sample(20_000)
     assert (batch["e"] == 0).float().mean() == pytest.approx(share, abs=0.01)
-    assert SliceSampler(slice_len=2).per == "window"
+    assert SliceSampler(slice_len=2).per == "trajectory"
 
 
 def test_slices_need_to_know_where_episodes_end():  # B5.13

@@ -74,7 +74,7 @@ class DictTensorBase(Buffer):
 
     @property
     def storage(self) -> ReplayStorage:
-        """The storage: its settings, and the rows by index and one by one."""
+        """The storage: its settings, and its rows by index and one by one, without the transforms."""
         return self._parts.storage
 
     @property
@@ -157,7 +157,11 @@ class DictTensorBase(Buffer):
         Raises:
             IndexError, MissingKeyError: there is no such row or column.
         """
-        return editing.read(self._parts, index)
+        return editing.read(self._parts, index, self._parts.transform)
+
+    def read_stored(self, index: Any) -> Any:
+        """What `[]` returns, without the transforms; also `storage[index]`."""
+        return editing.read(self._parts, index, Compose())
 
     def __setitem__(self, index: Any, values: Any) -> None:
         """Changes rows in place; their priorities stay as they are.

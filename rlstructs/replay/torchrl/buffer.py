@@ -203,7 +203,7 @@ class DictTensorReplayBuffer(DictTensorBase):
         """A batch of rows, private copies.
 
         Args:
-            batch_size: number of rows; None for that of the constructor.
+            batch_size: number of rows, of which 0 make an empty batch; None for that of the constructor.
             return_info: whether to return what is known of the rows (`index`, `priority_weight`, ...) as a dict, too.
             include_info: whether the batch has this as columns; None for yes.
 

@@ -16,8 +16,8 @@ from rlstructs.replay.span import Selection
 from rlstructs.replay.torchrl import slice_marks, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.part import join_key
-from rlstructs.replay.torchrl.samplers import Sampler
-from rlstructs.replay.torchrl.slice_samplers import SliceSampler
+from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
+from rlstructs.replay.torchrl.slice_samplers import INSIDE, SliceSampler
 from rlstructs.structures.dict_tensor import DictTensor
 
 # Number of draws, number of rows of each, and whether the batch holds what is known of its rows.
@@ -78,6 +78,10 @@ class Draws:
 
     def draw(self) -> Selection:
         """Draws the rows of a batch."""
+        if not self.request[0]:
+            rows = np.zeros((0, 1), np.int64)
+            fields = {INSIDE: np.zeros((0, 1), bool), WEIGHT: np.zeros(0, np.float32)}
+            return Selection(rows, self._store.span(), fields)
         return self.sampler.draw(self._store, *self.request[:2], self._rng)
 
     def read(self, picked: Selection) -> dict[str, Any]:

@@ -16,14 +16,15 @@ from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
 from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.row_intake import RowIntake
 from rlstructs.replay.torchrl.samplers import INDEX
+from rlstructs.replay.torchrl.transforms import Compose
 from rlstructs.replay.values import host_array, row_ids
 from rlstructs.structures.dict_tensor import DictTensor
 
 
-def read(parts: Assembly, index: Any) -> Any:
-    """Rows or a column; see `DictTensorReplayBuffer.__getitem__`."""
+def read(parts: Assembly, index: Any, transform: Compose) -> Any:
+    """Rows or a column, transformed; see `DictTensorReplayBuffer.__getitem__`."""
     if isinstance(index, (str, tuple)):
-        return _read_column(parts, join_key(index))
+        return _read_column(parts, join_key(index), transform)
     with parts.lock:
         rows = _find_rows(parts.store, index)
         ids = np.atleast_1d(rows)
@@ -31,18 +32,18 @@ def read(parts: Assembly, index: Any) -> Any:
         if parts.axes is not None and parts.export.framework == "torch":  # torchrl's buffer has it as a column
             arrays[INDEX] = ids.copy()
         batch = parts.hand_over(arrays, max(rows.ndim, 1))
-    batch = parts.transform(batch)
+    batch = transform(batch)
     return batch if rows.ndim else _take_first(batch)
 
 
-def _read_column(parts: Assembly, key: str) -> Any:
+def _read_column(parts: Assembly, key: str, transform: Compose) -> Any:
     nested = [name for name in parts.specs if name.startswith(f"{key}/")]
-    if not len(parts.transform) and key not in parts.specs and not nested:
+    if not len(transform) and key not in parts.specs and not nested:
         raise MissingKeyError(f"no {key!r} in this buffer, there are {sorted(parts.specs)}")
-    names = list(parts.specs) if len(parts.transform) else [key] if key in parts.specs else nested
+    names = list(parts.specs) if len(transform) else [key] if key in parts.specs else nested
     with parts.lock:
         batch = parts.hand_over(_gather(parts.store, names, _find_rows(parts.store, slice(None))))
-    batch = parts.transform(batch)
+    batch = transform(batch)
     if isinstance(batch, DictTensor) and key not in batch:
         inside = batch.truncate_key(f"{key}/")
         return batch[key] if inside.empty() else inside  # if neither is there, this raises

@@ -18,6 +18,7 @@ from rlstructs.replay.span import Selection
 from rlstructs.replay.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
+from rlstructs.replay.torchrl.storages import NO_LIMIT
 from rlstructs.replay.values import host_array, real_numbers, row_ids
 from rlstructs.workers.public_names import set_module
 
@@ -121,7 +122,8 @@ class PrioritizedSampler(Sampler):
 
     def start(self, storage: Storage, max_size: int) -> None:
         """See `Sampler`."""
-        if self.max_capacity is not None and self.max_capacity < max_size:
+        is_small = self.max_capacity is not None and self.max_capacity < max_size
+        if is_small and max_size < NO_LIMIT:  # priorities grow with the rows
             raise SpecError(f"max_capacity is {self.max_capacity}, the storage has room for {max_size} rows")
         self._priorities = self._create(storage.columns.n_rows, self._alpha)
         super().start(storage, max_size)

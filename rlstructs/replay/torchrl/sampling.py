@@ -180,7 +180,7 @@ class Sampling:
         own = self._parts.batch_size
         if given is None and own is None:
             raise StateError("batch_size not specified: give one to the constructor or to sample")
-        return check_count("batch_size", own if given is None else given)
+        return check_count("batch_size", own if given is None else given, 0)
 
     def make(self, n: int, with_info: bool = True, in_pass: bool = False) -> Made | None:
         """A batch of n rows, and what is known of them; None at the end of a pass, if `in_pass`."""
@@ -228,7 +228,7 @@ class Sampling:
     def _request(self, n: int, with_info: bool) -> Request:
         """What to draw for a batch of n rows."""
         parts = self._parts
-        request = (*parts.sampler.plan(n), with_info)
+        request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
         if not parts.store.span().total:
             raise EmptyBufferError("Cannot sample from an empty storage.")
         if absent := sorted(set(parts.reading.stack_keys or ()) - parts.specs.keys()):

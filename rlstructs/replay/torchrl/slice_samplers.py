@@ -32,7 +32,7 @@ DONE = ("done", "dones")
 
 @set_module("rlstructs.replay")
 class SliceSampler(Sampler):
-    """Draws slices of episodes with equal probability; no slice mixes episodes, or the newest rows with the oldest.
+    """Draws an episode, then a slice of it; no slice mixes episodes, or the newest rows with the oldest.
 
     A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each slice is
     marked as truncated and done, even if its episode goes on. A batch has all of `truncated`, `terminated` and `done`,
@@ -46,7 +46,8 @@ class SliceSampler(Sampler):
             there is one.
         strict_length: whether shorter episodes are left out; otherwise each is a slice, and the batch is shorter.
         pad_output: whether such slices repeat their last step to full length, and `mask` says which steps count.
-        per: whether every "window" of this many steps has the same probability, or every "trajectory".
+        per: whether every "trajectory" has the same probability, as in torchrl, and all slices in one; or every
+            "window" of this many steps, so that long episodes are drawn more often.
         truncated_key: the column that marks the last steps, beside which `done` marks them; "auto" for the one beside
             the other ends; None for none.
         cache_values: changes nothing: ends of episodes are noted when rows are written, and never looked up again.
@@ -74,7 +75,7 @@ class SliceSampler(Sampler):
         traj_key: Any = None,
         strict_length: bool = True,
         pad_output: bool = False,
-        per: str = WINDOW,
+        per: str = TRAJECTORY,
         truncated_key: Any = AUTO,
         cache_values: bool = False,
         init_key: Any = "is_init",
@@ -200,7 +201,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         )
         if "per" in slices:
             raise TypeError("per: priorities say where slices begin")
-        SliceSampler.__init__(self, **slices)
+        SliceSampler.__init__(self, per=WINDOW, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
         """See `Sampler`."""

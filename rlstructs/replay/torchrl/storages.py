@@ -25,6 +25,8 @@ from rlstructs.workers.public_names import set_module
 
 # Number of rows that a growing store begins with.
 FEW_ROWS = 1024
+# `max_size` of a storage without limit, as in torchrl, and a multiple of every capacity that fits into a memory.
+NO_LIMIT, MOST_ROWS = torch.iinfo(torch.int64).max, 1 << 40
 # Stands for the device of the first rows.
 AUTO = "auto"
 
@@ -36,7 +38,7 @@ def check_host(device: Any, what: str) -> None:
 
 
 class ReplayStorage(Part):
-    """Base class of the storages. The rows of a storage are those of its buffer, read by `[]` of the buffer.
+    """Base class of the storages. By index it has the rows of its buffer as they are stored, without transforms.
 
     Attributes:
         max_size: largest number of rows.
@@ -62,7 +64,7 @@ class ReplayStorage(Part):
     def __getitem__(self, index: Any) -> Any:
         if self.owner is None:
             raise StateError(f"this {type(self).__name__} belongs to no buffer yet, and has no rows to read")
-        return self.owner[index]
+        return self.owner.read_stored(index)
 
     def get(self, index: Any) -> Any:
         """Does what `[]` does."""
@@ -72,6 +74,13 @@ class ReplayStorage(Part):
         """Yields the rows one by one, in the order of their ids."""
         for number in range(len(self)):
             yield self[number - len(self)]
+
+    def __contains__(self, index: Any) -> bool:
+        try:
+            self[index]
+        except IndexError:
+            return False
+        return True
 
     @property
     def alignment(self) -> int:
@@ -106,7 +115,7 @@ class ListStorage(ReplayStorage):
     """Memory that grows twofold when it is full. Rows have one schema, and are copies of what was given.
 
     Args:
-        max_size: largest number of rows.
+        max_size: largest number of rows; None for no limit.
         compilable: changes nothing, as nothing is compiled.
         device: None or the CPU.
 
@@ -115,14 +124,16 @@ class ListStorage(ReplayStorage):
         ListStorage(max_size=100)
     """
 
-    def __init__(self, max_size: int = 1_000_000, *, compilable: bool = False, device: Any = None) -> None:
-        super().__init__(max_size)
+    def __init__(self, max_size: int | None = None, *, compilable: bool = False, device: Any = None) -> None:
+        super().__init__(NO_LIMIT if max_size is None else max_size)
         check_host(device, "these lists are")
         self.capacity = min(self.max_size, FEW_ROWS)
 
     @property
     def alignment(self) -> int:
         """See `ReplayStorage`."""
+        if self.max_size > MOST_ROWS:
+            return MOST_ROWS
         last_but_one = self.capacity_for((self.max_size + 1) // 2)  # all before it divide it
         return math.lcm(last_but_one, self.max_size)
 
@@ -132,6 +143,9 @@ class ListStorage(ReplayStorage):
         while capacity < min(n_rows, self.max_size):
             capacity = min(2 * capacity, self.max_size)
         return capacity
+
+    def _shown(self) -> dict[str, Any]:
+        return {"max_size": None} if self.max_size == NO_LIMIT else super()._shown()
 
 
 @set_module("rlstructs.replay")
