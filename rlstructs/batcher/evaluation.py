@@ -160,7 +160,7 @@ class Rounds:
 
     def __init__(self, engine: Engine, *arguments: Any) -> None:
         self._supervisor, self._arguments, self._blocks = engine.supervisor, arguments, engine.transport.blocks
-        self._supervisor.settle()
+        self._supervisor.finish_rollouts()
         self.standing = Standing(*(np.zeros(engine.n_elems, np.int64) for _ in Standing._fields))
         everyone = range(len(self._blocks))
         self._new = list(everyone)

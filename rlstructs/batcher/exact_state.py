@@ -22,7 +22,7 @@ from rlstructs.moments import Moments
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.errors import is_gone
-from rlstructs.workers.futures import Future, find_failures, gather_values
+from rlstructs.workers.futures import Future, gather_values
 
 
 class OrderState(NamedTuple):
@@ -108,8 +108,7 @@ def load_engine_state(engine: Engine, state: EngineState) -> None:
         state: what `take_engine_state` of an engine with the same workers returned.
     """
     supervisor, trainer = engine.supervisor, state.trainer
-    supervisor.settle()
-    supervisor.replace_gone()
+    supervisor.finish_rollouts()
     for record in supervisor.records:
         record.clear()
     if trainer.update is not None:  # successors get it, too
@@ -134,18 +133,9 @@ def _finish_rollouts(supervisor: Supervisor) -> None:
     Raises:
         Exception: what a worker raised, or that it is gone, unless workers are replaced.
     """
-    supervisor.settle()
-    supervisor.replace_gone()
-    while True:
-        requests = [order.request for record in supervisor.records for order in record.orders if not order.is_lost]
-        supervisor.pool.settle(requests, fails_fast=not supervisor.can_replace)
-        if not supervisor.can_replace:
-            gather_values(requests)  # raises what failed
-            return
-        failures = supervisor.pool.check() | find_failures(requests)
-        if not failures:
-            return
-        supervisor.replace_failed(failures)
+    supervisor.finish_rollouts()
+    if not supervisor.can_replace:
+        gather_values(supervisor.list_rollouts())  # raises what failed
 
 
 def _ask_states(supervisor: Supervisor, best: bool) -> list[Any] | Exception:

@@ -155,6 +155,23 @@ class Supervisor:
         self.pool.settle(self._last_requests + [order.request for record in self.records for order in record.orders])
         self._last_requests = []
 
+    def finish_rollouts(self) -> None:
+        """Waits until no request is under way, and replaces workers that failed.
+
+        A job that has failed in a rollout ahead answers no other request. Without replacements it stays as it is.
+        """
+        self.settle()
+        while self.can_replace:
+            requests = self.list_rollouts()
+            self.pool.settle(requests)
+            if not (failures := self.pool.check() | find_failures(requests)):
+                return
+            self.replace_failed(failures)
+
+    def list_rollouts(self) -> list[Future]:
+        """Lists the requests of all rollouts that were ordered, and not lost."""
+        return [order.request for record in self.records for order in record.orders if not order.is_lost]
+
     def begin_rollouts(self, write_agent_info: Callable[[int, int], None]) -> None:
         """Orders rollouts until as many as are allowed are under way.
 

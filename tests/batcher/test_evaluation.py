@@ -504,6 +504,34 @@ def test_a_worker_that_dies_plays_its_episodes_anew_or_ends_the_batcher(policy, 
         assert trajectories.trajectories["observation/frame"][:, 0, 1].tolist() == [3, 3, 0, 0]  # begun anew
 
 
+class Raising(Count):
+    """Raises in its fifth step, unless it is in an evaluation or in a successor."""
+
+    def __init__(self, seed):
+        super().__init__(100)
+        self.fails = seed.root == 0 and seed.restart_number == 0 and seed.worker_index == 1
+
+    def step(self, action):
+        if self.fails and self.steps == 4:
+            raise OSError("lost")
+        return super().step(action)
+
+
+def test_a_worker_whose_rollout_ahead_has_failed_is_replaced_for_the_evaluation():
+    def create_env(seed):
+        return GymEnvInf([Raising(seed)], seed)
+
+    with RL_Batcher(
+        4, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart", run_ahead=1
+    ) as batcher:
+        batcher.reset()
+        rollout(batcher)
+        with pytest.warns(UserWarning, match="^evaluate: 0 of 2 episodes ended within max_steps=8"):
+            batcher.evaluate(2, 99, max_steps=8)
+        lengths = [rollout(batcher)[0].lengths.tolist() for _ in range(2)]
+        assert lengths == [[4, 0], [4, 4]] and batcher.stats()["restarts"] == 1
+
+
 def test_a_worker_that_dies_as_the_evaluation_ends_plays_its_episodes_anew(tmp_path):
     class Closing(Fragile):
         def close(self):

@@ -135,6 +135,32 @@ def test_it_is_loaded_in_the_place_of_what_a_batcher_has_done():
         check_it_goes_on_again(batcher)
 
 
+class Raising(Count):
+    """Raises in its fifth step in the worker with index 1, and not in that worker's successors."""
+
+    def __init__(self, seed):
+        super().__init__(100)
+        self.fails = seed.restart_number == 0 and seed.worker_index == 1
+
+    def step(self, action):
+        if self.fails and self.steps == 4:
+            raise OSError("lost")
+        return super().step(action)
+
+
+def test_it_is_loaded_in_the_place_of_a_rollout_ahead_that_has_failed():
+    def create_env(seed):
+        return GymEnvInf([Raising(seed)], seed)
+
+    with RL_Batcher(4, Drawing, {}, create_env, {}, 2, 0, on_worker_failure="restart", run_ahead=1) as batcher:
+        batcher.reset()
+        state = batcher.state_dict(exact=True)
+        for _ in range(2):
+            assert rollout(batcher)[0].lengths.tolist() == [4, 4]
+            batcher.load_state_dict(state)
+        assert [rollout(batcher)[0].lengths.tolist() for _ in range(2)] == [[4, 4], [4, 0]]
+
+
 def in_groups(seed, n_envs=4, n_groups=2, mode="SameStep", env="CartPole-v1", n_workers=0):
     fns = [lambda: gymnasium.make(env, max_episode_steps=30)] * n_envs
     envs = SharedVectorEnv(fns, n_workers, n_groups=n_groups, autoreset_mode=mode)
