@@ -40,9 +40,10 @@ class Checkpoint:
         optimizer: the same, for optimizers, schedulers or a gradient scaler.
         rng: whether the states of the global random generators of torch, numpy and Python belong to it.
         extra: what else the training has to remember: a dict, whose values are saved as they are then, and put back
-            into this same dict; or an object with `state_dict` and `load_state_dict`. Values of a dict are such
-            objects, tensors, arrays, numbers, texts, or dicts, lists, tuples, sets and deques of these. A key of
-            `jax.random` belongs here, and the state of a generator of your own.
+            into this same dict, and into the tensors, arrays and collections in it that have the same kind and shape;
+            or an object with `state_dict` and `load_state_dict`. Values of a dict are such objects, tensors, arrays,
+            numbers, texts, or dicts, lists, tuples, sets and deques of these. A key of `jax.random` belongs here, and
+            the state of a generator of your own.
         keep: how many checkpoints remain, the newest ones.
         exact: True, "best" or False; see `RL_Batcher.state_dict`.
 
@@ -75,7 +76,9 @@ class Checkpoint:
         given = {"model": model, "optimizer": optimizer, "memory": memory, "batcher": batcher}
         self._parts = _make_parts(given, extra, rng, exact)
         self._folder = CheckpointFolder(Path(folder).absolute()) if folder else None
-        self._newest: tuple[Path, bytes] | None = None  # what was saved or restored last, and its identity
+        # What was saved or restored last, and what is being published, each with its identity.
+        self._newest: tuple[Path, bytes] | None = None
+        self._pending: tuple[Path, bytes] | None = None
         self._last_time = time.monotonic()
         self._preemption = Preemption()
 
@@ -97,8 +100,8 @@ class Checkpoint:
             StateError: another program saves to this folder; the folder has checkpoints of an earlier run, and
                 `restore` was not called; or a rollout is under way or leased.
             SpecError: a part holds what a checkpoint cannot hold; the message names it.
-            OSError: the folder cannot be written to, and the last checkpoint remains; or an old checkpoint cannot be
-                deleted, and the new one counts. The next save tries to delete it again.
+            OSError: the folder cannot be written to, the disk is full, or an old checkpoint cannot be deleted. Whole
+                checkpoints remain, the new one too if it counts already, and the next save goes on from there.
         """
         step = check_count("step", step, 0)
         if self._folder is None:
@@ -114,13 +117,13 @@ class Checkpoint:
         new = self._folder.begin(step)
         # Batchers first: what workers collect ahead is then complete, in memories too.
         parts = sorted(self._parts, key=lambda part: not part.label.startswith("batcher"))
-        entries = {part.label: part.save(new, before) for part in parts}
+        known = {} if before is None else read_manifest(before)[1]
+        entries = {part.label: part.save(new, before, known.get(part.label, {})) for part in parts}
         write_manifest(new, step, entries)
-        identity = read_identity(new)
-        self._newest = self._folder.publish(new), identity
-        for part in self._parts:
-            part.note()
-        self._last_time = time.monotonic()
+        # Whether an error or interrupt comes before it counts or after is for the next save to find out.
+        self._pending = self._folder.published_path(new), read_identity(new)
+        self._folder.publish(new)
+        self._note_newest(self._pending)
         # Last: the new checkpoint counts even if an old one cannot be deleted.
         self._folder.drop_old(self._keep)
 
@@ -129,16 +132,25 @@ class Checkpoint:
         latest = folder.find_latest()
         if latest is None:
             return None
+        found = latest, read_identity(latest)
+        if found == self._pending:
+            self._note_newest(found)
         if self._newest is None:
             raise StateError(
                 f"save: {folder.path} holds a checkpoint of step {step_of(latest)} of an earlier run; call restore() "
                 "first to go on with it, or give another folder"
             )
-        if (latest, read_identity(latest)) != self._newest:
+        if found != self._newest:
             raise StateError(f"save: another program has saved step {step_of(latest)} to {folder.path} meanwhile")
         if step < step_of(latest):
             raise SpecError(f"save: step {step} comes before that of the last checkpoint, {step_of(latest)}")
         return latest
+
+    def _note_newest(self, newest: tuple[Path, bytes]) -> None:
+        self._newest, self._pending = newest, None
+        for part in self._parts:
+            part.note()
+        self._last_time = time.monotonic()
 
     def save_if_due(self, step: int, every: float = 60.0) -> bool:
         """Saves the training if it is time to, or if `preemption` has noted a signal; the latter ends the program.
@@ -175,13 +187,15 @@ class Checkpoint:
                 network, batcher, or size of a memory; or an object refuses its state. The message names the file, and
                 nothing has changed.
             StateError: a rollout is under way or leased, or workers write to a memory; nothing has changed.
+            OSError: a file cannot be read.
         """
         if self._folder is None:
             return None
         while (latest := self._folder.find_latest()) is not None:
             try:
-                return self._restore(latest)
-            except FileNotFoundError:
+                with self._folder.keep(latest):
+                    return self._restore(latest)
+            except (FileError, OSError):
                 if self._folder.find_latest() == latest:
                     raise  # otherwise a program that saves has deleted it while it was read
         return None
@@ -196,14 +210,12 @@ class Checkpoint:
                     raise FileError(f"{latest}: has no {part.label}, it has {sorted(entries)}")
                 restores.append(part.plan(latest, entries[part.label], held))
             _restore_all(self._parts, restores)
-        self._newest, self._last_time = (latest, identity), time.monotonic()
-        for part in self._parts:
-            part.note()
+            self._note_newest((latest, identity))
         return step
 
     @property
     def stop_requested(self) -> bool:
-        """Whether `preemption` has noted a signal: save, and end the program."""
+        """Whether the last `preemption` block has noted a signal: save, and end the program."""
         return self._preemption.is_requested
 
     @contextlib.contextmanager
@@ -267,7 +279,7 @@ def _restore_all(parts: Sequence[Part], restores: Sequence[Restore]) -> None:
         for part, restore in zip(parts, restores, strict=True):
             backups.append((part.label, part.back_up()))
             restore()
-    except Exception:
+    except BaseException:  # an interrupt too: half of a checkpoint is no training
         for label, put_back in reversed(backups):
             try:
                 put_back()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rlstructs.errors import FileError, StateError
 from rlstructs.files.layout import replace_file
-from rlstructs.files.opening import read_bytes
+from rlstructs.files.opening import open_file, read_bytes
 
 LATEST, LOCK = "latest", "lock"
 # A checkpoint: its step, and its number if it is not the first one of that step.
@@ -70,15 +70,23 @@ class CheckpointFolder:
         Raises:
             FileError, FileNotFoundError: the file `latest` names none.
         """
+        missing = None
+        while (name := self._read_latest()) is not None:
+            if (self.path / name).is_dir():
+                return self.path / name
+            if name == missing:
+                raise FileNotFoundError(f"{self.path / name}: this checkpoint is missing, which {LATEST!r} names")
+            missing = name  # another program may have saved since, and deleted it
+        return None
+
+    def _read_latest(self) -> str | None:
         try:
             name = read_bytes(self.path / LATEST).decode("ascii", "replace").strip()
         except FileNotFoundError:
             return None
         if not NAME.fullmatch(name):
             raise FileError(f"{self.path / LATEST}: damaged: it does not name a checkpoint")
-        if not (self.path / name).is_dir():
-            raise FileNotFoundError(f"{self.path / name}: this checkpoint is missing, which {LATEST!r} names")
-        return self.path / name
+        return name
 
     def find_all(self) -> list[Path]:
         """The checkpoints, the newest last."""
@@ -88,6 +96,22 @@ class CheckpointFolder:
         found = [entry for entry in self.path.iterdir() if NAME.fullmatch(entry.name) and (entry / MANIFEST).exists()]
         # What an interrupted save has renamed already is newer than the latest.
         return sorted((entry for entry in found if latest and _order(entry) <= _order(latest)), key=_order)
+
+    @contextlib.contextmanager
+    def keep(self, checkpoint: Path) -> Iterator[None]:
+        """Has other programs leave a checkpoint there during a block, if the file system has locks.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
+        with open_file(checkpoint / MANIFEST) as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):  # a forked child may have the file open
+                    fcntl.flock(file, fcntl.LOCK_UN)
 
     def lock(self) -> bool:
         """Keeps other processes from saving to this folder, until `unlock` or the end of this process.
@@ -106,7 +130,8 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             # Opened anew each time: the folder may be deleted meanwhile.
             file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            release = weakref.finalize(self, _release_lock, file, os.getpid())
+            # An interrupt from here on leaves a lock that the next call releases first.
+            release = self._release = weakref.finalize(self, _release_lock, file, os.getpid())
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -120,7 +145,7 @@ class CheckpointFolder:
                 time.sleep(LOCK_POLL)
             except OSError:  # the file system has no locks
                 break
-        self._held, self._release = (file, os.getpid()), release
+        self._held = file, os.getpid()
         with contextlib.suppress(OSError):  # a full disk: the lock is held without its text
             os.ftruncate(file, 0)
             os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -141,9 +166,10 @@ class CheckpointFolder:
 
     def unlock(self) -> None:
         """Lets other processes save. Idempotent."""
+        self._held = None
         if self._release is not None:
             self._release()
-            self._held = self._release = None
+            self._release = None
 
     def clean(self) -> list[OSError]:
         """Deletes what interrupted saves have left.
@@ -164,9 +190,14 @@ class CheckpointFolder:
         new.mkdir()
         return new
 
+    @staticmethod
+    def published_path(new: Path) -> Path:
+        """Where `publish` moves a folder that `begin` returned."""
+        return new.with_suffix("")
+
     def publish(self, new: Path) -> Path:
         """Makes a written folder, which `begin` returned, the newest checkpoint; returns its path."""
-        path = new.with_suffix("")
+        path = self.published_path(new)
         with replace_file(self.path / LATEST) as temporary:
             temporary.write_text(f"{path.name}\n")
             _sync_all([temporary, *_list_tree(new)])
@@ -235,11 +266,25 @@ def _delete(entry: Path) -> None:
         entry.unlink(missing_ok=True)
         return
     if NAME.fullmatch(entry.name):  # no checkpoint is ever seen that lacks files
+        if _is_kept(entry):
+            return
         old = entry.with_name(f"{entry.name}{OLD}")
         _delete(old)
         entry.rename(old)
         entry = old
     shutil.rmtree(entry)
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    """Whether another program reads a checkpoint; see `CheckpointFolder.keep`."""
+    try:
+        with open_file(checkpoint / MANIFEST) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (FileError, OSError):  # there is nothing to read, or the file system has no locks
+        return False
+    return False
 
 
 def _list_tree(folder: Path) -> Iterator[Path]:

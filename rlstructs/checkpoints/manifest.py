@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlstructs.checkpoints.folder import MANIFEST
-from rlstructs.checks import clean_text
-from rlstructs.errors import FileError
 from rlstructs.files import json_text
-from rlstructs.files.opening import read_bytes
+from rlstructs.files.opening import name_damage, read_bytes
 
 FORMAT, VERSION = "rlstructs.Checkpoint", 1
 
@@ -48,7 +46,7 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         FileError: it is damaged, or of another version.
     """
     path = folder / MANIFEST
-    try:
+    with name_damage(f"{path}: damaged"):
         outer = json_text.parse(read_bytes(path))
         if zlib.crc32(outer["manifest"].encode()) != outer["checksum"]:
             raise ValueError("its checksum is wrong")
@@ -58,8 +56,4 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         step, parts = manifest["step"], manifest["parts"]
         if type(step) is not int or not all(type(entry) is dict for entry in parts.values()):
             raise ValueError("it does not say what is in the checkpoint")
-    except (FileNotFoundError, FileError):
-        raise
-    except Exception as error:  # a damaged file may hold anything
-        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
     return step, parts

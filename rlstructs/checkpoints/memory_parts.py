@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlstructs.checkpoints.parts import Entry, Part, Restore
-from rlstructs.checks import clean_text
 from rlstructs.distributed.replay import RayReplay
-from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.errors import FileError
 from rlstructs.files import segments
-from rlstructs.files.archives import Reader
+from rlstructs.files.archives import Reader, file_checksum
+from rlstructs.files.opening import name_damage
 from rlstructs.memories import segmenting as memory_segmenting
 from rlstructs.memories.memory import Memory
 from rlstructs.replay import segmenting as buffer_segmenting
@@ -52,25 +52,23 @@ class MemoryPart(Part):
     def _folder(self) -> str:
         return self.label.replace("/", ".")
 
-    def save(self, folder: Path, before: Path | None) -> Entry:
+    def save(self, folder: Path, before: Path | None, known: Entry) -> Entry:
+        earlier = None if before is None else before / self._folder
         with self._memory._hold_locks():
             self._next = self._segmenting.marks_of(self._memory)
             content = self._segmenting.cut_contents(self._memory, self._marks)
-            segments.write(folder / self._folder, content, None if before is None else before / self._folder)
-        return {"folder": self._folder, "class": type(self._memory).__name__}
+            checksums = segments.write(folder / self._folder, content, earlier, known.get("checksums", {}))
+        return {"folder": self._folder, "class": type(self._memory).__name__, "checksums": checksums}
 
     def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
         path = folder / self._folder
         self._memory._storage.counters.check_writable()
+        _check_files(path, entry)
         reader, header = held.enter_context(segments.open_folder(path))
-        try:
+        with name_damage(f"{path}: damaged, or of another memory"):
             reader.verify()
             with self._memory._hold_locks():
                 restore = self._segmenting.restorer(self._memory, path, reader, header)
-        except (FileError, FileNotFoundError, OutOfMemoryError):
-            raise
-        except Exception as error:  # a damaged header may hold anything
-            raise FileError(f"{path}: damaged, or of another memory: {clean_text(error)}") from error
 
         def restore_and_mark() -> None:
             with self._memory._hold_locks():
@@ -99,12 +97,29 @@ class RayReplayPart(Part):
     def _folder(self) -> str:
         return self.label.replace("/", ".")
 
-    def save(self, folder: Path, before: Path | None) -> Entry:
-        self._memory.save(folder / self._folder)
-        return {"folder": self._folder, "class": type(self._memory).__name__}
+    def save(self, folder: Path, before: Path | None, known: Entry) -> Entry:
+        path = folder / self._folder
+        self._memory.save(path)
+        checksums = {file.name: file_checksum(file) for file in path.iterdir()}
+        return {"folder": self._folder, "class": type(self._memory).__name__, "checksums": checksums}
 
     def plan(self, folder: Path, entry: Entry, held: ExitStack) -> Restore:
-        return self._memory._plan_load(folder / self._folder, held)
+        path = folder / self._folder
+        _check_files(path, entry)
+        return self._memory._plan_load(path, held)
+
+
+def _check_files(folder: Path, entry: Entry) -> None:
+    """Raises FileError or FileNotFoundError unless files are those that a save has written, or none are listed."""
+    listed = entry.get("checksums", {})
+    if type(listed) is not dict:
+        raise FileError(f"{folder}: damaged: its manifest does not list its files")
+    for name, wanted in listed.items():
+        path = folder / Path(name).name  # nowhere else, whatever a manifest says
+        with name_damage(f"{path}: damaged"):
+            found = file_checksum(path)
+        if found != wanted:
+            raise FileError(f"{path}: damaged: its checksum is not that of this checkpoint")
 
 
 def make_memory_part(label: str, memory: Any) -> MemoryPart | RayReplayPart:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlstructs.batcher import saving
 from rlstructs.batcher.base import BatcherBase
+from rlstructs.checkpoints import in_place
 from rlstructs.checkpoints.fitting import check_fits
 from rlstructs.checkpoints.random_states import collect_states, plan_states
 from rlstructs.checkpoints.trees import load_tree, save_tree
@@ -36,12 +37,13 @@ class Part(ABC):
         self.label = label
 
     @abstractmethod
-    def save(self, folder: Path, before: Path | None) -> Entry:
+    def save(self, folder: Path, before: Path | None, known: Entry) -> Entry:
         """Writes the part.
 
         Args:
             folder: of the new checkpoint.
             before: the checkpoint that this object saved or restored last; None if it is gone.
+            known: what the manifest of that one says of the part; {} for nothing.
 
         Raises:
             SpecError: a checkpoint cannot hold it.
@@ -80,7 +82,7 @@ class TreePart(Part):
     def _file(self) -> str:
         return f"{self.label.replace('/', '.')}.pt"
 
-    def save(self, folder: Path, before: Path | None) -> Entry:
+    def save(self, folder: Path, before: Path | None, known: Entry) -> Entry:
         path = folder / self._file
         save_tree(path, self.label, self._collect())
         data = read_bytes(path)
@@ -149,7 +151,7 @@ class BatcherPart(TreePart):
 
 
 class ExtraPart(TreePart):
-    """A dict of values, some of which may have `state_dict` and `load_state_dict`."""
+    """A dict of values, some of which may have `state_dict` and `load_state_dict`; see `in_place` for the others."""
 
     def __init__(self, label: str, values: dict[str, Any]) -> None:
         super().__init__(label)
@@ -161,23 +163,28 @@ class ExtraPart(TreePart):
     def _plan(self, tree: Any) -> Restore:
         if missing := sorted(map(str, self._values.keys() - tree.keys())):
             raise FileError(f"{self.label} has no {missing}, it has {sorted(map(str, tree))}")
-        for key, value in self._values.items():
-            if is_stateful(value):
-                check_fits(f"{self.label}[{key!r}]", value, tree[key])
+        plan, values, states = in_place.Plan(), dict[str, Any](), dict[str, Any]()
+        for key, value in tree.items():
+            name, own = f"{self.label}[{key!r}]", self._values.get(key)
+            if is_stateful(own):
+                check_fits(name, own, value)
+                states[key] = value
+            else:
+                values[key] = plan.fit(name, own, value)
 
         def restore() -> None:
-            for key, value in tree.items():
-                own: Any = self._values.get(key)
-                if is_stateful(own):
-                    _load(f"{self.label}[{key!r}]", own, value)
+            plan.write()
+            for key in tree:
+                if key in states:
+                    _load(f"{self.label}[{key!r}]", self._values[key], states[key])
                 else:
-                    self._values[key] = value
+                    self._values[key] = values[key]
 
         return restore
 
     def back_up(self) -> Restore:
         before = dict(self._values)
-        put_back = [_back_up(value) for value in before.values() if is_stateful(value)]
+        put_back = [_back_up(each) if is_stateful(each) else in_place.keep(each) for each in before.values()]
 
         def put_all_back() -> None:
             self._values.clear()

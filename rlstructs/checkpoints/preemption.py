@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rlstructs.checks import check_timeout
 from rlstructs.errors import StateError
@@ -24,12 +25,13 @@ class Preemption:
 
     def __init__(self) -> None:
         self.is_requested = False
+        self._n_blocks = 0  # that are under way, one in another
         self._deadline = 0.0
         self._has_ended: _thread.LockType | None = None  # held from the signal on, until the program goes on
 
     @contextlib.contextmanager
     def handle(self, deadline: float | None, signals: Sequence[int]) -> Iterator[None]:
-        """Notes signals during a block; the earlier handlers are back after it.
+        """Notes signals during a block; the earlier handlers are back after it, and what was noted before is over.
 
         Args:
             deadline: seconds from the first signal to the end of the program; then it is ended. None for no deadline.
@@ -41,18 +43,25 @@ class Preemption:
         seconds = check_timeout(deadline)
         if threading.current_thread() is not threading.main_thread():
             raise StateError("preemption: only the main thread can handle signals; enter the block there")
-        self._deadline = float("inf") if seconds is None else seconds
-        before = {number: signal.signal(number, self._note) for number in signals}
-        has_exited = False
+        if not self._n_blocks:
+            self.is_requested = False
+            self._call_off()
+        outer, self._deadline = self._deadline, float("inf") if seconds is None else seconds
+        before, has_exited = dict[int, Any](), False
+        self._n_blocks += 1
         try:
+            for number in signals:
+                before[number] = signal.signal(number, self._note)
             yield
         except SystemExit:
             has_exited = True
             raise
         finally:
+            self._n_blocks, self._deadline = self._n_blocks - 1, outer
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            if not has_exited:  # the program goes on, or ends as it would have; one that exits has the deadline
+            # The program goes on, or ends as it would have; one that exits has the deadline.
+            if not has_exited and not self._n_blocks:
                 self._call_off()
 
     def _note(self, number: int, _: object) -> None:

@@ -10,19 +10,21 @@ import copy
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 
 from rlstructs.checks import DTYPES, clean_text
 from rlstructs.errors import FileError, SpecError
+from rlstructs.files.archives import NewFile
 
 # What `torch.load` reads as it is.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
 # The key of a dict that stands for an array or a collection, with what kind of one it is.
-ARRAY, NUMPY, SCALAR, JAX, KEY = "__array__", "numpy", "numpy scalar", "jax", "jax key"
+ARRAY, NUMPY, SCALAR, JAX, KEY, PARAMETER = "__array__", "numpy", "numpy scalar", "jax", "jax key", "parameter"
 # Collections that are stored as lists of their items; the first two only if not all keys are texts and numbers.
 COLLECTIONS = (dict, OrderedDict, Counter, set, frozenset, deque)
 TEXT_OR_NUMBER = (str, int, float, bool)
@@ -40,8 +42,15 @@ def save_tree(path: Path, name: str, tree: Any) -> None:
 
     Raises:
         SpecError: there is something else in it, which no read would make.
+        OSError: the file cannot be written.
     """
-    torch.save(encode_tree(name, tree), path)
+    encoded = encode_tree(name, tree)
+    try:
+        with closing(NewFile(path)) as new:  # torch would raise a RuntimeError for a full disk
+            torch.save(encoded, cast("IO[bytes]", new))
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def load_tree(path: Path) -> Any:
@@ -72,7 +81,7 @@ def encode_tree(name: str, tree: Any) -> Any:
     if torch.nn.parameter.is_lazy(tree):
         raise SpecError(f"{name} has no shape yet; save a lazy module after its first call")
     if isinstance(tree, torch.nn.Parameter):
-        return tree.detach()
+        return {ARRAY: PARAMETER, "value": tree.detach(), "requires_grad": tree.requires_grad}
     if kind in PLAIN:
         return tree
     if isinstance(tree, (np.ndarray, np.generic)):
@@ -132,6 +141,8 @@ def _decode(tree: Any) -> Any:
     if isinstance(tree, dict):
         if ARRAY not in tree:
             return _replace_values(tree, {key: _decode(value) for key, value in tree.items()})
+        if tree[ARRAY] == PARAMETER:
+            return torch.nn.Parameter(tree["value"], tree["requires_grad"])
         return _decode_collection(tree) if "items" in tree else _decode_array(tree)
     if type(tree) in (list, tuple):
         parts = [_decode(value) for value in tree]

@@ -19,7 +19,7 @@ from rlstructs.distributed.shard import FORMAT
 from rlstructs.errors import FileError
 from rlstructs.files import json_text
 from rlstructs.files.layout import replace_file
-from rlstructs.files.opening import read_bytes
+from rlstructs.files.opening import name_damage, read_bytes
 from rlstructs.replay.claims import generator_in
 
 HEADER = "replay.json"
@@ -71,17 +71,13 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
         FileNotFoundError: there is no header.
     """
     path = folder / HEADER
-    try:
+    with name_damage(f"{path}: damaged"):
         header = _parse_header(read_bytes(path))
         found, names, generator = header["memory"], header["shards"], generator_in(header["generator"])
         if not isinstance(found, dict):
             raise ValueError("it does not say which memory it is of")
         if found == memory and len(names) != n_shards:
             raise ValueError(f"it names {len(names)} files for {n_shards} shards")
-    except (FileNotFoundError, FileError):
-        raise
-    except Exception as error:  # a damaged header may hold anything
-        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
     if found != memory:
         differ = {key: value for key, value in memory.items() if found.get(key) != value}
         other = clean_text(repr(found))

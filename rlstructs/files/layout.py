@@ -26,6 +26,7 @@ from rlstructs.errors import FileError
 from rlstructs.files import archives, json_text
 from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
+from rlstructs.files.opening import is_of_system
 from rlstructs.frameworks.dtypes import dtype_name
 
 FORMAT, VERSION = "rlstructs", 1
@@ -142,10 +143,11 @@ def open_reader(
             header = {} if foreign and not reader.text else _read_header(reader)
             is_open = True
             yield reader, header
-    except (ImportError, FileError, FileNotFoundError):
+    except (ImportError, FileError):
         raise
     except Exception as error:  # three parsers may raise anything for arbitrary bytes
-        if is_open and isinstance(error, MemoryError):  # while opening, it means that the file claims too much
+        is_honest = is_open and isinstance(error, MemoryError)  # while opening, it means that the file claims too much
+        if is_honest or is_of_system(error):
             raise
         raise FileError(f"{path}: not a file of {FORMAT}, or a damaged one: {clean_text(error)}") from error
 
@@ -260,7 +262,8 @@ def replace_file(path: Path) -> Iterator[Path]:
     except RuntimeError as error:  # torch and HDF5 raise it when the disk is full
         raise OSError(f"{path}: cannot be written: {error}") from error
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # not the temporary one
+        error.filename = str(path)  # not the temporary one
+        del error.filename2
         raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -5,14 +5,16 @@ A named pipe or a device could keep a reader waiting for ever, or never end, and
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from rlstructs.errors import FileError
+from rlstructs.checks import clean_text
+from rlstructs.errors import FileError, OutOfMemoryError
 
 # With the flags that this system has.
 FLAGS = os.O_RDONLY
@@ -35,22 +37,51 @@ def open_file(path: str | Path) -> BinaryIO:
     """
     try:
         _check_regular(path, os.stat(path).st_mode)  # first, because opening some devices has effects
-        # Without blocking, in case a named pipe has taken its place meanwhile.
-        number = os.open(path, FLAGS)
+        # The object owns the descriptor from the start: whatever interrupts this, only one of the two closes it.
+        file: BinaryIO = open(path, "rb", buffering=0, opener=_open_unblocked)  # noqa: SIM115, it is returned
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except ValueError as error:  # a name with a null character
         raise FileError(f"{path}: no file has such a name: {error}") from error
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+        if error.errno in (errno.ENXIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise FileError(f"{path}: cannot be opened: {error.strerror}") from error
         raise
     try:
-        _check_regular(path, os.fstat(number).st_mode)
-        return open(number, "rb", buffering=0)
+        _check_regular(path, os.fstat(file.fileno()).st_mode)
     except BaseException:
-        os.close(number)
+        file.close()
         raise
+    return file
+
+
+def _open_unblocked(path: str, _: int) -> int:
+    # Without blocking, in case a named pipe has taken its place meanwhile.
+    return os.open(path, FLAGS)
+
+
+@contextlib.contextmanager
+def name_damage(text: str) -> Iterator[None]:
+    """Turns whatever parsers raise for arbitrary bytes into a FileError, which begins with `text`.
+
+    Errors that are none of the file's own stay as they are, such as EMFILE and EIO.
+    """
+    try:
+        yield
+    except (FileError, ImportError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_of_system(error):
+            raise
+        raise FileError(f"{text}: {clean_text(error)}") from error
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Whether this is an error of opening or reading, whatever the bytes of the file are."""
+    # Bytes of a file can lead a parser to an offset that there cannot be.
+    from_bytes = (None, errno.EINVAL, errno.EOVERFLOW)
+    is_missing = isinstance(error, FileNotFoundError)
+    return is_missing or (isinstance(error, OSError) and error.errno not in from_bytes)
 
 
 def size_of(file: BinaryIO) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from rlstructs.checks import DTYPES, clean_text
 from rlstructs.errors import FileError
 from rlstructs.files import layout
-from rlstructs.files.archives import READERS, Reader, npz_checksum
+from rlstructs.files.archives import READERS, Reader, file_checksum, npz_checksum
 
 WHOLE, ENDING = "whole.npz", ".npz"
 KIND = "Segment"
@@ -72,34 +72,44 @@ class Content:
     changed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def write(folder: Path, content: Content, before: Path | None = None) -> None:
+def write(
+    folder: Path, content: Content, before: Path | None = None, known: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Writes a folder, which must not exist.
 
     Args:
         folder: the folder.
         content: what it holds.
         before: an earlier folder, in the same file system, whose files it may share; None for none.
+        known: what this function returned for that one.
+
+    Returns:
+        The checksum of each file, by its name.
 
     Raises:
         OSError: it cannot be written.
     """
     folder.mkdir()
     earlier = _find_groups(before)
+    shared = set[str]()
     groups: dict[str, dict[str, Any]] = {}
     for group in dict.fromkeys(cut.group for cut in content.cuts.values()):
-        groups[group] = _write_group(folder, group, content, before, earlier.get(group))
+        groups[group] = _write_group(folder, group, content, before, earlier.get(group), shared)
     whole = {name: array for name, array in content.arrays.items() if name not in content.cuts}
     dtypes = {name: dtype for name, dtype in content.dtypes.items() if name in whole}
     shapes = {name: list(content.arrays[name].shape) for name in content.cuts}
     layout.write(
         folder / WHOLE, content.kind, whole, dtypes, {"own": content.state, "groups": groups, "shapes": shapes}
     )
+    found = {name: each for name, each in (known or {}).items() if name in shared}
+    return found | {path.name: file_checksum(path) for path in folder.iterdir() if path.name not in found}
 
 
 def _write_group(
-    folder: Path, group: str, content: Content, before: Path | None, earlier: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Writes the files of a group; returns what the header says of them."""
+    folder: Path, group: str, content: Content, before: Path | None, earlier: Mapping[str, Any] | None,
+    shared: set[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Writes the files of a group; returns what the header says of them, and adds to `shared` which are links."""
     cuts = {name: cut for name, cut in content.cuts.items() if cut.group == group}
     arrays = {name: content.arrays[name].reshape(cut.shape) for name, cut in cuts.items()}
     described = _describe_group(cuts, content)
@@ -115,6 +125,7 @@ def _write_group(
         if before is not None and is_known and (changed is None or not changed[start:stop].any()):
             old = before / path.name
             if (changed is not None or _holds(old, pieces)) and _link(old, path):
+                shared.add(path.name)
                 continue
         layout.write(path, KIND, pieces, dtypes, {"slots": [start, stop]})
     return described
@@ -151,7 +162,7 @@ def _find_groups(folder: Path | None) -> Mapping[str, Any]:
     try:
         groups: Mapping[str, Any] = layout.read_header(folder / WHOLE)["state"]["groups"]
         return {name: each for name, each in groups.items() if type(each) is dict and type(each["n_slots"]) is int}
-    except (FileError, FileNotFoundError, KeyError, TypeError, AttributeError):
+    except (FileError, OSError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -160,7 +171,7 @@ def _holds(path: Path, pieces: Mapping[str, Any]) -> bool:
     try:
         with READERS[ENDING](path) as archive:
             return all(archive.checksum_of(name) == npz_checksum(piece) for name, piece in pieces.items())
-    except (FileError, FileNotFoundError, KeyError, ValueError):
+    except (OSError, KeyError, ValueError):
         return False
 
 

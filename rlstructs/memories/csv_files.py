@@ -15,10 +15,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.checks import clean_text
-from rlstructs.errors import FileError, OutOfMemoryError
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
-from rlstructs.files.opening import open_file, read_at, read_bytes, size_of
+from rlstructs.files.opening import name_damage, open_file, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, plan_restore, write_rows
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.ring import Ring
@@ -84,7 +83,7 @@ def load(memory: Memory, path: Path) -> None:
     beside = path.with_suffix(".json")
     with open_file(path) as file, open_file(beside):
         nbytes = size_of(file)
-    try:
+    with name_damage(f"{path}: not a file of {layout.FORMAT}, or a damaged one"):
         state = json_text.parse(read_bytes(beside))
         if not isinstance(state, dict) or state.get("format") != layout.FORMAT or state.get("class") != KIND:
             raise ValueError("the .json beside it is not one of ours")
@@ -97,10 +96,6 @@ def load(memory: Memory, path: Path) -> None:
         lane_rows = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns).by_step()
         tensors = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(lane_rows))
         write_rows(memory, path, specs, lane_rows, tensors)
-    except (FileError, OutOfMemoryError):
-        raise
-    except Exception as error:  # parsers may raise anything for arbitrary text
-        raise FileError(f"{path}: not a file of {layout.FORMAT}, or a damaged one: {clean_text(error)}") from error
     restore()
 
 

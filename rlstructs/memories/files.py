@@ -13,7 +13,7 @@ from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.archives import Archive, Reader
-from rlstructs.files.opening import open_file
+from rlstructs.files.opening import is_of_system, open_file
 from rlstructs.memories import csv_files, skrl_files
 from rlstructs.memories.restoring import (
     BOOKKEEPING,
@@ -121,6 +121,8 @@ def _load_csv(memory: Memory, path: Path) -> None:
     except OutOfMemoryError:
         raise
     except Exception as error:  # parsers may raise anything for arbitrary text
+        if is_of_system(error):
+            raise
         alone = f"without it this is no file of skrl's either: {clean_text(error)}"
         raise FileNotFoundError(f"{beside}: no such file; {alone}") from error
 

@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from rlstructs.checks import clean_text
-from rlstructs.errors import FileError, OutOfMemoryError
+from rlstructs.errors import FileError
 from rlstructs.files.archives import Archive
-from rlstructs.files.opening import open_file
+from rlstructs.files.opening import name_damage, open_file
 from rlstructs.memories import csv_files
 from rlstructs.memories.restoring import (
     check_complete,
@@ -48,15 +48,11 @@ def load(memory: Memory, path: Path, archive: Archive) -> None:
     Raises:
         FileError, OutOfMemoryError: it does not fit; nothing changes.
     """
-    try:
+    with name_damage(f"{path}: not a file of tensors, or a damaged one"):
         archive.verify()
         specs = check_tensors(memory._tensors, path, _list_tensors(memory._tensors, path, archive))
         check_shapes(memory, specs, archive)
         read_tensors(memory, path, specs, archive)
-    except (FileError, OutOfMemoryError):
-        raise
-    except Exception as error:  # parsers may raise anything for arbitrary bytes
-        raise FileError(f"{path}: not a file of tensors, or a damaged one: {clean_text(error)}") from error
     _set_valid_rows(memory, _count_rows(memory._tensors, specs))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import KINDS
+from manifests import change_manifest
 from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
 
 from rlstructs import Checkpoint, DictTensor, FileError, SpecError, StateError, TemporalDictTensor, Trajectories
@@ -219,6 +220,7 @@ def test_whatever_byte_is_damaged_is_noticed_before_anything_is_restored(tmp_pat
 def test_a_header_that_cuts_an_axis_that_is_not_there_is_damaged(tmp_path):
     checkpoint, memory, _ = saved_training(tmp_path)
     checkpoint.save(3)
+    change_manifest(tmp_path / "step_000000000003", lambda known: known["parts"]["memory"].pop("checksums"))
     path = tmp_path / "step_000000000003/memory/whole.npz"
     with layout.open_reader(path) as (reader, header):
         arrays = {name: np.empty(shape, dtype) for name in header["arrays"] for dtype, shape in [reader.spec_of(name)]}
@@ -230,6 +232,47 @@ def test_a_header_that_cuts_an_axis_that_is_not_there_is_damaged(tmp_path):
     with pytest.raises(FileError, match=re.escape(f"{path}: damaged: ")):
         checkpoint.restore()
     assert content(memory) == before
+
+
+@pytest.mark.parametrize("how", ["a file", "all files"])
+@pytest.mark.parametrize("surface", [case for case in EVERY_SURFACE if case.id != "Shard"])
+def test_rows_of_another_checkpoint_are_refused_and_nothing_is_restored(how, surface, tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "LEAST_BYTES", 1)
+    memory = surface.make()
+    checkpoint = Checkpoint(tmp_path, memory=memory, rng=False)
+    for n in range(2):
+        memory.add_trajectories(steps(100 * n), surface.names)
+        checkpoint.save(n)
+    old, new = (tmp_path / f"step_{n:012}/memory" for n in range(2))
+    differ = [path for path in old.iterdir() if path.read_bytes() != (new / path.name).read_bytes()]
+    assert len(differ) > 1
+    memory.add_trajectories(steps(200), surface.names)
+    before = content(memory)
+    for files_ in [differ] if how == "all files" else [[path] for path in differ]:
+        kept = {path.name: (new / path.name).read_bytes() for path in files_}
+        for path in files_:
+            (new / path.name).unlink()  # it may be a link
+            shutil.copy(path, new)
+        with pytest.raises(FileError, match=re.escape(f"{new}/") + r"\S+: damaged: its checksum is not that of this"):
+            checkpoint.restore()
+        assert content(memory) == before
+        for name, data in kept.items():
+            (new / name).write_bytes(data)
+    assert checkpoint.restore() == 1
+
+
+def test_a_manifest_without_checksums_of_a_memory_is_one_of_an_earlier_version(tmp_path):
+    checkpoint, memory, _ = saved_training(tmp_path)
+    checkpoint.save(3)
+    saved = content(memory)
+    change_manifest(tmp_path / "step_000000000003", lambda known: known["parts"]["memory"].pop("checksums"))
+    memory.add_samples(observations=torch.zeros(2, 3))
+    assert checkpoint.restore() == 3 and content(memory) == saved
+    checkpoint.save(4)
+    (tmp_path / "step_000000000004/memory/rows_00000.npz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"rows_00000\.npz"):
+        checkpoint.restore()
+    assert content(memory) == saved
 
 
 def test_what_does_not_fit_is_named_and_nothing_is_restored(tmp_path):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import functools
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from manifests import change_manifest
 from processes import LIMIT
 
 from rlstructs import Checkpoint, StateError
@@ -185,11 +187,7 @@ def test_a_lock_of_a_deleted_folder_is_taken_anew(tmp_path, monkeypatch):
 
 def test_a_checkpoint_of_an_earlier_version_has_no_id_and_is_restored(tmp_path):
     Checkpoint(tmp_path, extra={"n": 3}).save(1)
-    path = tmp_path / "step_000000000001/checkpoint.json"
-    manifest = json.loads(json.loads(path.read_text())["manifest"])
-    assert len(manifest.pop("id")) == 32
-    text = json.dumps(manifest)
-    path.write_text(json.dumps({"checksum": zlib.crc32(text.encode()), "manifest": text}))
+    change_manifest(tmp_path / "step_000000000001", lambda known: known.pop("id"))
     again = Checkpoint(tmp_path, extra=(extra := {"n": 0}))
     assert again.restore() == 1 and extra == {"n": 3}
     again.save(2)
@@ -241,3 +239,68 @@ def test_what_an_interrupted_save_left_does_not_stop_others_if_it_cannot_be_dele
             assert checkpoint.steps == [step] and len(os.listdir(tmp_path)) == 4
     checkpoint.save(3)
     assert sorted(os.listdir(tmp_path)) == ["latest", "lock", "step_000000000003_2"]
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_restore_beside_a_program_that_saves_gives_one_of_its_checkpoints(has_locks, tmp_path, monkeypatch):
+    memory, extra = memory_of(0), {"n": 0}
+    saving = Checkpoint(tmp_path, memory=memory, extra=extra, keep=1)
+
+    def save():
+        extra["n"] += 1
+        memory.add_samples(x=torch.full((2, 3), 20.0 + extra["n"]))
+        saving.save(extra["n"])
+
+    def open_file(*arguments, left, real=os.open, **others):
+        left[0] -= 1
+        if not left[0]:  # the other program saves, and deletes what is being read
+            save()
+        return real(*arguments, **others)
+
+    if not has_locks:
+        monkeypatch.setattr("fcntl.flock", lambda *_: os.stat(tmp_path / "there is none"))
+    save()
+    n, is_over = 0, False
+    while not is_over:
+        n += 1
+        restored, its_extra, left = memory_of(7), {"n": 0}, [n]
+        with monkeypatch.context() as patch:
+            patch.setattr("rlstructs.files.opening.os.open", functools.partial(open_file, left=left))
+            step = Checkpoint(tmp_path, memory=restored, extra=its_extra).restore()
+        is_over = left[0] > 0
+        assert step == its_extra["n"] and rows(restored)[:, 0].max() == 20.0 + step
+        assert extra["n"] - step in (0, 1)
+    assert n > 20
+    save()
+    assert saving.steps == [extra["n"]]  # what was kept for its reader is deleted
+
+
+def test_a_checkpoint_stays_while_it_is_read(tmp_path):
+    saving = Checkpoint(tmp_path, extra={"n": 1}, keep=1)
+    saving.save(1)
+    with saving._folder.keep(tmp_path / "step_000000000001"):
+        saving.save(2)
+        assert saving.steps == [1, 2]
+        assert Checkpoint(tmp_path, extra={"n": 0}).restore() == 2
+    saving.save(3)
+    assert saving.steps == [3]
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path):
+    memory, model = memory_of(0), torch.nn.Linear(40, 40)
+    checkpoint = Checkpoint(tmp_path, memory=memory, model=model, extra={"n": torch.zeros(999)})
+    checkpoint.save(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for nbytes in range(0, 9000, 281):
+            memory.add_samples(x=torch.zeros(2, 3))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+            with pytest.raises(OSError, match="File too large") as caught:
+                checkpoint.save(1)
+            assert caught.value.errno == errno.EFBIG and str(tmp_path) in str(caught.value.filename)
+            assert Checkpoint(tmp_path, memory=memory_of(0)).restore() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpoint.save(1)

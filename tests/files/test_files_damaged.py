@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +24,7 @@ import torch
 
 from rlstructs import DictTensor, FileError
 from rlstructs.errors import OutOfMemoryError
-from rlstructs.files import archives, layout
+from rlstructs.files import archives, layout, opening
 from rlstructs.files import pickled as pickles
 from rlstructs.memories.torch import RandomMemory
 
@@ -273,3 +278,63 @@ def small_disk(tmp_path):
 def test_a_full_disk_leaves_old_files_whole(small_disk):
     printed = run("fill_disk", str(small_disk), *SUBJECTS)
     assert re.findall(r"^[A-Z]\w+\.\w+$", printed, re.M) == list(SUBJECTS)
+
+
+@contextlib.contextmanager
+def failing(n, number):
+    """The n-th time that a file is opened or read, the system says `number`; gives how many times are left."""
+    left = [n]
+
+    def count():
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(number, os.strerror(number))
+
+    class File(io.FileIO):
+        def __init__(self, path, mode, *, buffering, opener=None):
+            count()
+            super().__init__(path, mode, opener=opener)
+
+        def readinto(self, data):
+            count()
+            return super().readinto(data)
+
+    with mock.patch.object(opening, "open", File, create=True):
+        yield left
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_an_error_of_the_system_is_not_taken_for_damage(name, number, tmp_path):
+    subject, target = SUBJECTS[name], SUBJECTS[name].target()
+    first, *_ = subject.save(tmp_path)
+    for n in itertools.count(1):
+        with failing(n, number) as left:
+            try:
+                subject.load(target, first)
+            except OSError as error:
+                assert error.errno == number
+            else:
+                assert left[0] > 0  # no error was hidden
+                break
+    assert n > 3
+
+
+@pytest.mark.parametrize("name", ["open", "_check_regular"])
+def test_an_interrupt_as_a_file_is_opened_closes_it_once(name, tmp_path):
+    path, others, real = tmp_path / "x.npz", [], getattr(opening, name, open)
+    path.write_bytes(b"12")
+
+    def interrupt(*arguments, **options):
+        if (opened := real(*arguments, **options)) is not None:  # `open`: nobody has what it returns
+            opened.close()
+        if others or opened is not None:  # of two checks, the second one, when the file is open
+            others.append(path.open("rb", buffering=0))
+            raise KeyboardInterrupt
+        others.append(None)
+
+    with mock.patch.object(opening, name, interrupt, create=True), pytest.raises(KeyboardInterrupt) as caught:
+        opening.open_file(path)
+    assert caught.value.__context__ is None
+    with others.pop() as of_another_thread:  # it may have got the number that was freed
+        assert of_another_thread.read() == b"12"
