@@ -19,6 +19,7 @@ from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.from_trajectories import take_trajectories
+from rlstructs.replay.span import find_starts
 from rlstructs.replay.values import generator_of, row_ids
 
 
@@ -302,10 +303,15 @@ class Memory(CopiedWhole, ABC):
 
         Raises:
             IndexError, SpecError: an index is out of range or not an integer.
+            StateError: another process writes to these rows.
         """
         rows = np.atleast_1d(row_ids(indexes, self.memory_size * self.num_envs))
         names, known = self._tensors.check_names(names, self.strict)
-        return self._tensors.split(names, known, self._tensors.allocate().columns.gather(known, rows), mini_batches)
+        storage, shape = self._tensors.allocate(), rows.shape
+        arrays = storage.read_at(rows.reshape(-1), lambda _, some: storage.columns.gather(known, some))
+        if len(shape) != 1:
+            arrays = [array.reshape(*shape, *array.shape[1:]) for array in arrays]
+        return self._tensors.split(names, known, arrays, mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
         """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
@@ -318,10 +324,13 @@ class Memory(CopiedWhole, ABC):
         """
         names, known = self._tensors.check_names(names, self.strict)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
-        storage = self._tensors.allocate()
-        span = storage.span()
-        rows, starts = (span.by_step(), None) if sequence_length <= 1 else span.by_lane(sequence_length)
-        return self._tensors.split(names, known, storage.columns.gather(known, rows), mini_batches, starts)
+        storage, is_by_step = self._tensors.allocate(), sequence_length <= 1
+        rows, arrays = storage.read_all(
+            lambda span: span.by_step() if is_by_step else span.by_lane(1)[0],
+            lambda every: storage.columns.gather(known, every),
+        )
+        starts = None if is_by_step else find_starts(storage.columns.lanes(rows), sequence_length)
+        return self._tensors.split(names, known, arrays, mini_batches, starts)
 
     # Files and copies
 

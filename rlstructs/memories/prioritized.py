@@ -93,6 +93,9 @@ class PrioritizedMemory(RandomMemory):
     def _locks(self) -> Sequence[Any]:
         return [self._priorities.lock, *super()._locks()]
 
+    def _content(self) -> Any:
+        return super()._content(), self._priorities.version
+
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), **self._priorities.state(), "n_samples": self.n_samples}
 

@@ -189,7 +189,8 @@ class Tensors:
         columns = self.allocate().columns
         self._expose(name)
         rows = columns.cells[name].swapaxes(0, 1) if keepdim else columns.flat[name]
-        return self.framework.live_array(rows, self.dtypes[name], repr(name))
+        with self.storage.lock:  # a copy has no half-written row
+            return self.framework.live_array(rows, self.dtypes[name], repr(name))
 
     def set_values(self, name: str, tensor: Any, strict: bool) -> None:
         """Copies values into a tensor; see `Memory.set_tensor_by_name`."""
@@ -203,7 +204,8 @@ class Tensors:
         except (ValueError, RuntimeError) as error:
             raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
         values = columns.check(name, values, self.lead)
-        columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
+        with self.storage.lock:
+            columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
         self._expose(name)
         if name in ENDS:
             done = find_ends(columns.cells)

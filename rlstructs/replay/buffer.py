@@ -102,7 +102,11 @@ class Buffer(CopiedWhole):
         return [each._storage.lock for each in (self, *self._inner().values())]
 
     def _content(self) -> Any:
-        return self._storage._content()
+        return [each._storage._content() for each in (self, *self._inner().values())], self._version_of_priorities()
+
+    def _version_of_priorities(self) -> int:
+        """A number that every change of priorities raises."""
+        return 0
 
     def save(self, path: str | Path) -> None:
         """Saves rows, counters, episodes, priorities and the random stream to a file, atomically.

@@ -230,8 +230,11 @@ class Columns(RowIds):
         other._map()
         return other
 
-    def move(self, backing: Backing) -> None:
-        """Copies all columns to memory of another kind; views of the old memory no longer follow."""
+    def copy_to(self, backing: Backing) -> Callable[[], None]:
+        """Copies all columns to memory of another kind; the returned function moves there.
+
+        Views of the old memory do not follow.
+        """
         if objects := [name for name, spec in self.specs.items() if spec.is_object]:
             raise StateError(f"{objects[0]!r} holds objects, which cannot be moved to where processes share them")
         moved: dict[str, Block] = {}
@@ -242,8 +245,16 @@ class Columns(RowIds):
             if name not in moved:
                 moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
                 moved[name].bytes()[...] = self._blocks[name].bytes()
-        self._backing, self._blocks = backing, moved
-        self._map()
+
+        def move() -> None:
+            self._backing, self._blocks = backing, moved
+            self._map()
+
+        return move
+
+    def move(self, backing: Backing) -> None:
+        """Moves all columns to memory of another kind."""
+        self.copy_to(backing)()
 
     def resize(self, capacity: int) -> None:
         """Changes the number of rows per lane; rows that still fit keep their lanes and slots."""

@@ -29,22 +29,36 @@ def lock_that_forks() -> Any:
 
 
 def _hold() -> None:
+    """Takes every lock. Waits for one only while it holds no other: threads take them in any order."""
     _forking.acquire()
+    missing: Any = None
     while True:
+        if missing is not None:
+            missing.acquire()
+            _held.append(missing)
         _gate.acquire()
-        held = {id(lock) for lock in _held}
-        missing = [lock for lock in _locks if id(lock) not in held]
-        if not missing:
+        missing = next((lock for lock in list(_locks) if not _take(lock)), None)
+        if missing is None:
             return
         _gate.release()
-        for lock in missing:
-            lock.acquire()
-            _held.append(lock)
+        _let_go()
+
+
+def _take(lock: Any) -> bool:
+    """Takes a lock if no other thread has it; returns whether."""
+    if lock.acquire(blocking=False):
+        _held.append(lock)
+        return True
+    return False
+
+
+def _let_go() -> None:
+    while _held:
+        _held.pop().release()
 
 
 def _release() -> None:
-    while _held:
-        _held.pop().release()
+    _let_go()
     _gate.release()
     _forking.release()
 

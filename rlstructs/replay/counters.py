@@ -68,11 +68,12 @@ class Counters:
         if self.shown is not None:
             raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
 
-    def move(self, backing: Backing) -> None:
-        """Moves the bytes elsewhere."""
+    def copy_to(self, backing: Backing) -> Callable[[], None]:
+        """Copies the bytes elsewhere; the returned function moves there."""
         before = self._block.bytes()
-        self._block = backing.allocate("counters", before.nbytes)
-        self._block.bytes()[...] = before
+        block = backing.allocate("counters", before.nbytes)
+        block.bytes()[...] = before
+        return lambda: setattr(self, "_block", block)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "shown": None, "_settle": None}

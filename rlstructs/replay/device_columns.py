@@ -6,7 +6,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -67,7 +67,7 @@ class TensorColumns(Columns):
         other._tensors = {}
         return other
 
-    def move(self, backing: Backing) -> None:
+    def copy_to(self, backing: Backing) -> Callable[[], None]:
         """Raises StateError: tensors of a device cannot be moved."""
         raise StateError(f"the rows lie on {self.device} and cannot be moved; make the memory with device='cpu'")
 

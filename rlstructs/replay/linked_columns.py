@@ -7,7 +7,7 @@ sparse memory. The newest row of a lane has no following row yet, so its value w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +107,11 @@ class LinkedColumns(Columns):
         other.links = {}
         return other
 
-    def move(self, backing: Backing) -> None:
-        """See `Columns.move`; raises StateError if a column is linked."""
+    def copy_to(self, backing: Backing) -> Callable[[], None]:
+        """See `Columns.copy_to`; raises StateError if a column is linked."""
         if self.links:
             raise StateError("a store with linked columns cannot be shared")
-        super().move(backing)
+        return super().copy_to(backing)
 
     def resize(self, capacity: int) -> None:
         """See `Columns.resize`; no lane may have wrapped."""

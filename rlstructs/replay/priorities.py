@@ -90,6 +90,7 @@ class Priorities:
         of_present: whether new rows get the largest priority of the present rows instead of the largest ever.
 
     Attributes:
+        version: raised before each change of priorities, and of what new rows get.
         lock: for callers without a lock of their own, held while they draw or set priorities. Take it before the span
             of the store: a span older than the last one would make newer rows look like those of a cleared store.
     """
@@ -106,6 +107,7 @@ class Priorities:
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # the counters of the last `follow`
         self.drawn = DrawnRows()
+        self.version = 0
         self._limit = limit_of(n_rows, alpha)
         self.lock = lock_that_forks()
 
@@ -127,6 +129,7 @@ class Priorities:
         """Sets the priorities of rows that were written since the last call."""
         if self._snapshot == span.snapshot:
             return
+        self.version += 1
         self._snapshot = span.snapshot
         if (self.synced < span.low).any() or (self.synced > span.head).any():
             # Lanes were cleared or have wrapped since.
@@ -254,6 +257,7 @@ class Priorities:
         if not rows.size:
             return
         largest = largest_of(priorities, self._limit)
+        self.version += 1
         powers = priorities**self.alpha
         self.follow(span)
         if not (span.is_settled and is_last):
@@ -272,6 +276,7 @@ class Priorities:
         Args:
             rows: int64 (n,), known to `follow`; priorities of earlier draws of them will be ignored.
         """
+        self.version += 1
         self.drawn.replace(rows)
         self._update_max_priority(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
@@ -286,18 +291,21 @@ class Priorities:
         limit = limit_of(n_rows, alpha)
         if self.max_priority > limit:
             raise SpecError(f"alpha {alpha}: the largest priority is {self.max_priority}, it may be {limit}")
+        self.version += 1
         priorities = leaves ** (1 / self.alpha) if self.alpha else leaves
         self.tree.fill(np.where(leaves > 0, priorities**alpha, 0))
         self.alpha, self._limit = alpha, limit
 
     def clear(self) -> None:
         """Gives new rows the initial priority, after the store was cleared."""
+        self.version += 1
         self.max_priority = self.first
 
     def grow(self, n_rows: int) -> None:
         """Makes room for more rows, after a store of one lane has grown."""
         from rlstructs.replay.sum_tree import SumTree
 
+        self.version += 1
         leaves = np.zeros(n_rows)
         leaves[: self.tree.n_leaves] = self.tree.values
         self.tree = SumTree(n_rows)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,23 +25,30 @@ from rlstructs.replay.claims import (
     spec_in,
     whole,
 )
-from rlstructs.replay.columns import Spec, pieces
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW, EPISODE
-from rlstructs.replay.linked_columns import LinkedColumns, check_link, fill_unlinked
+from rlstructs.replay.linked_columns import LinkedColumns, check_link
 from rlstructs.replay.objects import OBJECT
-from rlstructs.replay.ring import HEAD, N_COUNTERS
+from rlstructs.replay.restoring import (
+    EPISODES,
+    INNER,
+    LINKS,
+    MORE,
+    OBJECTS,
+    RING,
+    ROWS,
+    SavedArrays,
+    count_bytes,
+    make_room,
+    restore_columns,
+)
+from rlstructs.replay.ring import N_COUNTERS
 from rlstructs.replay.roles import source_of
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffer import Buffer
     from rlstructs.replay.store import Storage
 
-# Names of arrays in a file. Those of columns begin with ROWS, so they differ from all others.
-ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
-# Prefix of the encoded text of a column of objects.
-OBJECTS = "objects/"
-# Prefix of the arrays of an inner buffer.
-INNER = "inner/"
 # Settings of a buffer that may be in a file. Those in SIZES are at most the number of rows; those in READ_AT_ONCE may
 # also be up to MOST_READ.
 READ_AT_ONCE, MOST_READ = ("stack_num", "n_step"), 1024
@@ -114,56 +121,6 @@ def _held_objects(storage: Storage, name: str, n_slots: int) -> np.ndarray:
     return held[:, :n_slots]
 
 
-class _Arrays:
-    """The arrays in a file, or those of an inner buffer.
-
-    Args:
-        reader: reads them.
-        names: of the arrays.
-    """
-
-    def __init__(self, reader: Reader, names: Iterable[str]) -> None:
-        self._reader, self._prefix = reader, ""
-        self.specs = {name: reader.spec_of(name) for name in names}
-
-    def inside(self, prefix: str) -> _Arrays:
-        """The arrays whose names begin with a prefix, by the rest of their names."""
-        inner = _Arrays(self._reader, ())
-        inner._prefix = self._prefix + prefix
-        inner.specs = {name[len(prefix) :]: spec for name, spec in self.specs.items() if name.startswith(prefix)}
-        return inner
-
-    def check(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless an array has this dtype and shape, and KeyError if there is none."""
-        if self.specs[name] != (dtype, shape):
-            raise ValueError(f"{name!r} is {self.specs[name]}, needed is {np.dtype(dtype)} {shape}")
-
-    def read(self, name: str, *needed: Any) -> np.ndarray:
-        if needed:
-            self.check(name, *needed)
-        dtype, shape = self.specs[name]
-        array = np.empty(shape, dtype)
-        self._reader.read_into(self._prefix + name, array)
-        return array
-
-    def pieces(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Reads an array `(n, ...)` in pieces; yields the number of the first row of each, and its rows."""
-        dtype, (n, *shape) = self.specs[name]
-        size = math.prod(shape)
-        for start, some in pieces(n, size * dtype.itemsize):
-            array = np.empty((some, *shape), dtype)
-            self._reader.read_into(self._prefix + name, array, start * size)
-            yield start, array
-
-    def slots(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
-        """Reads an array `(n_lanes, n_slots, ...)` some slots at a time; yields these and their rows."""
-        dtype, (n_lanes, n_slots, *shape) = self.specs[name]
-        for start, some in pieces(n_slots, n_lanes * math.prod(shape) * dtype.itemsize):
-            array = np.empty((n_lanes, some, *shape), dtype)
-            self._reader.read_slots(self._prefix + name, array, start)
-            yield slice(start, start + some), array
-
-
 def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
     """Reads the settings of a saved buffer.
 
@@ -172,11 +129,11 @@ def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any
     """
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, kind)
-        _check_sizes(path, _Arrays(reader, [RING]), header["state"])
+        _check_sizes(path, SavedArrays(reader, [RING]), header["state"])
         return dict(header["state"]["own"])
 
 
-def _check_sizes(path: Any, arrays: _Arrays, state: Any) -> None:
+def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
     """Checks the sizes and settings in a file before a buffer is created from it.
 
     Raises:
@@ -221,8 +178,8 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
     Raises:
         FileError, ValueError, KeyError, TypeError: it does not fit.
     """
-    make_room = _restorer(buffer, source, _Arrays(reader, header["arrays"]), header)
-    return lambda: make_room()()
+    make = _restorer(buffer, source, SavedArrays(reader, header["arrays"]), header)
+    return lambda: make()()
 
 
 # Makes room for what a file holds, and returns a function that restores it; that raises only what reading raises.
@@ -230,7 +187,7 @@ MakeRoom = Callable[[], Callable[[], None]]
 
 
 def _restorer(
-    buffer: Buffer, path: Any, arrays: _Arrays, header: Mapping[str, Any], n_bytes_beside: int = 0
+    buffer: Buffer, path: Any, arrays: SavedArrays, header: Mapping[str, Any], n_bytes_beside: int = 0
 ) -> MakeRoom:
     layout.check_class(path, header, type(buffer).__name__)
     storage, state = buffer._storage, header["state"]
@@ -245,7 +202,7 @@ def _restorer(
     can_link = buffer._intake.can_link
     will_link = {name: source for name, source in linked.items() if not columns.specs and can_link(name, specs)}
     objects = {name: arrays.read(OBJECTS + name) for name, spec in specs.items() if spec.dtype == OBJECT}
-    n_bytes = n_bytes_beside + _nbytes_needed(buffer, specs, will_link, arrays, (capacity, n_slots))
+    n_bytes = n_bytes_beside + count_bytes(storage, specs, will_link, arrays, (capacity, n_slots))
     _require_room(path, n_bytes + sum(map(object_files.nbytes_of, objects.values())))
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
@@ -265,9 +222,9 @@ def _restorer(
     values = {name: object_files.from_json(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
     inner_rooms = _inner_restorers(buffer, path, arrays, state, n_bytes)
 
-    def make_room() -> Callable[[], None]:
+    def make_all_room() -> Callable[[], None]:
         restore_inner = [make_one() for make_one in inner_rooms]
-        drop_rows = storage.make_room(specs, will_link, capacity)
+        drop_rows = make_room(storage, specs, will_link, capacity)
 
         def restore() -> None:
             for restore_one in restore_inner:
@@ -276,45 +233,18 @@ def _restorer(
             storage.alignment = alignment
             for name, array in values.items():
                 storage.columns.restore_slots(name, array)
-            _restore_columns(storage, arrays, linked, links, counters)
+            restore_columns(storage, arrays, linked, links, counters)
             storage.restore(counters, episodes)
             buffer._rng = generator
             restore_own()
 
         return restore
 
-    return make_room
-
-
-def _nbytes_needed(
-    buffer: Buffer, specs: Mapping[str, Spec], linked: Mapping[str, str], arrays: _Arrays, slots: tuple[int, int]
-) -> int:
-    """Bytes that a load takes beside what the buffer has already.
-
-    Args:
-        buffer: the buffer.
-        specs: of the columns in the file.
-        linked: those that will be linked.
-        arrays: in the file; all but the rows are read before anything changes.
-        slots: of each lane: how many there are, and how many are in the file.
-    """
-    storage, columns = buffer._storage, buffer._storage.columns
-    capacity, n_slots = slots
-    # Memory that nothing was written to yet is not taken yet.
-    n_untouched = max(0, n_slots - int(storage.ring.reserved.max()))
-    n_bytes = 0
-    for name, spec in specs.items():
-        is_there = columns.specs.get(name) == spec and columns.capacity == capacity
-        if name in columns.links and f"{LINKS}{name}/at" not in arrays.specs:
-            n_bytes += spec.nbytes * n_slots  # it gets rows of its own
-        elif name not in columns.links and name not in linked:
-            n_bytes += spec.nbytes * (n_untouched if is_there else capacity)
-    read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
-    return n_bytes * columns.n_lanes + sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
+    return make_all_room
 
 
 def _inner_restorers(
-    buffer: Buffer, path: Any, arrays: _Arrays, state: Mapping[str, Any], n_bytes: int
+    buffer: Buffer, path: Any, arrays: SavedArrays, state: Mapping[str, Any], n_bytes: int
 ) -> list[MakeRoom]:
     """Checks the inner buffers and returns the functions that restore them; `n_bytes` are needed beside theirs."""
     restorers = []
@@ -326,7 +256,7 @@ def _inner_restorers(
 
 
 def _columns_in(
-    buffer: Buffer, path: Any, arrays: _Arrays, state: Mapping[str, Any]
+    buffer: Buffer, path: Any, arrays: SavedArrays, state: Mapping[str, Any]
 ) -> tuple[dict[str, Spec], dict[str, str]]:
     """The columns of a file, and the source of each linked one, after checking that they fit the buffer."""
     columns, lead = buffer._storage.columns, (state["n_lanes"], state["n_slots"])
@@ -352,38 +282,6 @@ def _columns_in(
     if specs:
         buffer._intake.check_columns(specs)
     return specs, linked
-
-
-def _restore_columns(
-    storage: Storage,
-    arrays: _Arrays,
-    linked: Mapping[str, str],
-    links: Mapping[str, Mapping[str, np.ndarray]],
-    counters: np.ndarray,
-) -> None:
-    """Reads the columns of numbers into a store, piece by piece; one may be linked in the file, in the store, or both.
-
-    Args:
-        storage: the store, without rows.
-        arrays: the file.
-        linked: the columns that are linked in the file -> their sources.
-        links: what was read of them.
-        counters: of the file.
-    """
-    columns = storage.columns
-    for name in [name for name in columns.links if name not in linked]:
-        cast(LinkedColumns, columns).unlink(name)
-    for name, spec in columns.specs.items():
-        if name not in linked and not spec.is_object:
-            for slots, rows in arrays.slots(ROWS + name):
-                columns.put_cells(name, slice(None), slots, columns.converted(name, rows, spec))
-    n_slots = arrays.specs[EPISODES][1][1]
-    for name, source in linked.items():
-        values = arrays.pieces(f"{LINKS}{name}/values")
-        if name in columns.links:
-            cast(LinkedColumns, columns).restore_link(name, links[name], values, counters[HEAD])
-        else:
-            fill_unlinked(columns, name, source, links[name], values, n_slots, counters)
 
 
 def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rlstructs.files.segments import Content, Cut
 from rlstructs.replay.changes import Mark, Marks, find_changed
 from rlstructs.replay.priorities import TREE_LEAVES
-from rlstructs.replay.saving import EPISODES, INNER, MORE, ROWS, contents, restorer
+from rlstructs.replay.restoring import EPISODES, INNER, MORE, ROWS
+from rlstructs.replay.saving import contents, restorer
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffer import Buffer

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.columns import Columns
 from rlstructs.replay.ring import Ring
+from rlstructs.replay.row_ids import RowIds
 
 
 class Span:
@@ -18,11 +18,11 @@ class Span:
 
     Args:
         ring: the counters.
-        columns: map steps to row ids.
+        columns: the row ids of the store.
         length: how many rows a sample has, from the drawn row on.
     """
 
-    def __init__(self, ring: Ring, columns: Columns, length: int = 1) -> None:
+    def __init__(self, ring: Ring, columns: RowIds, length: int = 1) -> None:
         self.columns, self.length = columns, length
         # Two equal copies in a row are consistent: counters only grow, and a writer may interrupt a copy.
         self.snapshot = b""
@@ -126,17 +126,25 @@ class Span:
     def by_lane(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """All row ids, sorted by lane and then by step, and the positions where sequences of `length` begin."""
         counts = self.counts()
-        ages = np.concatenate([np.arange(n) for n in counts]) if counts.sum() else np.zeros(0, np.int64)
         lanes = np.repeat(np.arange(counts.size), counts)
-        rows = self.columns.at_steps(lanes, self.low[lanes] + ages)
-        return rows, np.flatnonzero(ages % length == 0)
+        return self.columns.at_steps(lanes, self.low[lanes] + _places(lanes)), find_starts(lanes, length)
 
     def every_row(self) -> np.ndarray:
         """All row ids, sorted by row number."""
         return self.row_ids(np.arange(self.total))
 
 
-def _numbered(columns: Columns, low: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
+def find_starts(lanes: np.ndarray, length: int) -> np.ndarray:
+    """The positions where sequences of `length` rows begin; `lanes`, those of the rows, are sorted."""
+    return np.flatnonzero(_places(lanes) % length == 0)
+
+
+def _places(lanes: np.ndarray) -> np.ndarray:
+    """The number of each row in its lane; the lanes are sorted."""
+    return np.asarray(np.arange(lanes.size) - np.searchsorted(lanes, lanes))
+
+
+def _numbered(columns: RowIds, low: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
     """The row ids of row numbers, which count `counts` rows of each lane from the step `low` on."""
     ends = np.cumsum(counts)
     lanes = np.searchsorted(ends, index, side="right")

@@ -45,6 +45,10 @@ class StepWriter:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
+    def forget(self) -> None:
+        """Forgets what it knows of the store, to which another writes from now on."""
+        self._version = -1
+
     def write(self, tensors: Mapping[str, Any], is_row: bool = False) -> Mapping[str, Any] | None:
         """Appends a row to every lane and returns its arrays; returns None if `Storage.write` has to do it.
 
@@ -110,6 +114,7 @@ class StepWriter:
         """Finds out what is needed to write to the store as it is now."""
         storage, columns = self._storage, self._storage.columns
         with storage.lock:
+            storage.hand_over_to(self)
             self._version = storage.version
             ring, n, self._capacity = storage.ring, columns.n_lanes, columns.capacity
             self._ends = [name for name in self._every_end if name in columns.specs]

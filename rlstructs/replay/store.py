@@ -10,8 +10,10 @@ process take turns at writing.
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from rlstructs.replay.counters import REWRITES, Counters
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.ring import ALL, Ring
-from rlstructs.replay.row_ids import LANE
+from rlstructs.replay.row_ids import LANE, RowIds
 from rlstructs.replay.span import Selection, Span
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
@@ -33,6 +35,13 @@ __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 # A reader that loses this often against the writers reads from a ring too small to be read at all.
 MAX_REDRAWS = 100
 A = TypeVar("A", list[Any], dict[str, Any])
+
+
+class QuickWriter(Protocol):
+    """Writes to a store of which it remembers the heads, such as a `StepWriter`."""
+
+    def forget(self) -> None:
+        """Looks at the store again before the next write."""
 
 
 class Storage(CopiedWhole):
@@ -75,6 +84,7 @@ class Storage(CopiedWhole):
         self.counters = Counters(n_lanes, backing)
         self.lock = threading.RLock()
         self._span: Span | None = None
+        self._quick_writer: weakref.ref[QuickWriter] | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
         self.is_private = not isinstance(backing, Shared)
@@ -99,7 +109,10 @@ class Storage(CopiedWhole):
             self.episodes.reopen(ALL)
 
     def _map(self) -> None:
-        self.columns.ring = self.ring = Ring(self.counters.read(), self.columns.capacity)
+        columns = self.columns
+        columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
+        # Spans have these: they live longer than columns, whose memory they would keep.
+        self._ids = RowIds(columns.n_lanes, columns.capacity, columns.order)
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
 
@@ -142,56 +155,19 @@ class Storage(CopiedWhole):
             self.columns.exchange(made, gone)
             self.poison(made)
 
-    def take_columns(self, columns: Columns) -> Columns:
-        """Replaces the columns by others of the same size and order; returns the old ones."""
-        with self.lock:
-            self.note_rewrite()
-            columns.ring = self.ring
-            before, self.columns = self.columns, columns
-            return before
-
-    def make_room(self, specs: Mapping[str, Spec], linked: Mapping[str, str], capacity: int) -> Callable[[], None]:
-        """Allocates what these columns need; the returned function drops every row and has the store take them.
+    def take_columns(self, columns: Columns, episodes: Episodes | None = None) -> Columns:
+        """Replaces the columns by others of the same order; returns the old ones.
 
         Args:
-            specs: all columns that there will be.
-            linked: names among these that are linked where the store has no column yet; see `add_columns`.
-            capacity: rows per lane.
-
-        Raises:
-            OutOfMemoryError: there is too little memory; nothing changes.
+            columns: of the same capacity, or of another if the store is empty.
+            episodes: new ones for another capacity; None to keep those that there are.
         """
-        columns, held, episodes = self.columns, self.columns.specs, self.episodes
-        if held and capacity == columns.capacity:
-            made = {name: spec for name, spec in specs.items() if held.get(name) != spec}
-            gone = [name for name in held if name not in specs]
-            blocks = columns.make_blocks(made) if made or gone else {}
-
-            def take_over() -> None:
-                if made or gone:
-                    columns.install(made, blocks, gone)
-        else:
-            fresh = columns.emptied(capacity)
-            fresh.add_all({name: spec for name, spec in specs.items() if name not in linked})
-            for name in specs:
-                if name in linked:
-                    cast(LinkedColumns, fresh).link(name, linked[name])
-            if episodes is not None and capacity != columns.capacity:
-                episodes = Episodes(Ring(self.ring.counters, capacity), columns.order, self._backing)
-
-            def take_over() -> None:
-                self.take_columns(fresh)
-                self.episodes = episodes
-                self._map()
-
-        def drop_rows() -> None:
-            with self.lock:
-                self.clear()
-                take_over()
-                self.note_rewrite()
-                self.poison(specs)
-
-        return drop_rows
+        with self.lock:
+            self.note_rewrite()
+            before, self.columns = self.columns, columns
+            self.episodes = self.episodes if episodes is None else episodes
+            self._map()
+            return before
 
     def restore(self, counters: np.ndarray, episodes: np.ndarray | None) -> None:
         """Sets the counters and episodes of a file.
@@ -213,6 +189,13 @@ class Storage(CopiedWhole):
         """Counts a change of rows that are there; those that are appended raise the counters."""
         self.version += 1
         self.counters.notes[REWRITES] += 1
+
+    def hand_over_to(self, writer: QuickWriter) -> None:
+        """Has another quick writer forget the store, of which this one remembers the heads from now on."""
+        before = self._quick_writer
+        if before is not None and (other := before()) is not None and other is not writer:
+            other.forget()
+        self._quick_writer = weakref.ref(writer)
 
     def _note_change(self) -> None:
         self.counters.check_writable()
@@ -365,7 +348,7 @@ class Storage(CopiedWhole):
         """The rows that can be drawn now: valid ones with at least `length - 1` rows after them."""
         last = self._span
         if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
-            last = self._span = Span(self.ring, self.columns, length)
+            last = self._span = Span(self.ring, self._ids, length)
         return last
 
     def sample(
@@ -397,6 +380,61 @@ class Storage(CopiedWhole):
             arrays[at][stale] = replacements[at]
         return picked, arrays
 
+    def read_at(
+        self,
+        rows: np.ndarray,
+        read: Callable[[Span, np.ndarray], A],
+        find_first: Callable[[Span, np.ndarray], np.ndarray] = lambda span, rows: rows,
+    ) -> A:
+        """Reads rows by their ids, none torn: threads of this process wait, and rows of other writers are read again.
+
+        Args:
+            rows: int64 (n,).
+            read: reads some of them, given the counters now; a list or dict of arrays whose first axis is theirs.
+            find_first: finds the earliest row that is read for each.
+
+        Raises:
+            StateError: another process writes to these rows, or does not end a write.
+        """
+        with self.lock:
+            span = self.span()
+            arrays, left = read(span, rows), rows
+            if span.is_settled and self.ring.counters.tobytes() == span.snapshot:
+                return arrays
+            at = np.arange(len(rows))
+            for attempt in range(MAX_REDRAWS):
+                first = find_first(span, left)
+                torn = span.steps(first) < self.ring.reserved[self.columns.lanes(first)] - self.ring.capacity
+                if not torn.any():
+                    return arrays
+                time.sleep(0.001 * (attempt > MAX_REDRAWS // 10))
+                at, left = at[torn], left[torn]
+                span = self.span()
+                replacements = read(span, left)
+                for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
+                    arrays[name][at] = replacements[name]
+        raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
+
+    def read_all(self, rows: Callable[[Span], np.ndarray], read: Callable[[np.ndarray], A]) -> tuple[np.ndarray, A]:
+        """Reads all valid rows in an order; threads of this process wait.
+
+        Args:
+            rows: lists them, int64 (n,).
+            read: reads them, a list or dict of arrays whose first axis is n.
+
+        Returns:
+            The rows and the arrays, without the rows that other processes have overwritten meanwhile.
+        """
+        with self.lock:
+            span = self.span()
+            every = rows(span)
+            arrays, stale = read(every), self._overwritten(Selection(every[:, None], span))
+        if stale is None:
+            return every, arrays
+        for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
+            arrays[name] = arrays[name][~stale]
+        return every[~stale], arrays
+
     def _overwritten(self, picked: Selection) -> np.ndarray | None:
         if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
@@ -409,18 +447,21 @@ class Storage(CopiedWhole):
 
         Raises:
             StateError: the columns are on a device, linked, or of objects; nothing changes.
+            OutOfMemoryError: there is too little memory; nothing changes.
         """
-        if not self.is_private:  # it is shared already, and other processes map it
-            return
-        backing = Shared()
-        self.columns.move(backing)
-        self.version += 1
-        self.counters.move(backing)
-        self._backing = backing
-        if self.episodes is not None:
-            self.episodes.columns.move(backing)
-        self.is_private = False
-        self._map()
+        with self.lock:
+            if not self.is_private:  # it is shared already, and other processes map it
+                return
+            backing = Shared()
+            moves = [self.columns.copy_to(backing), self.counters.copy_to(backing)]
+            if self.episodes is not None:
+                moves.append(self.episodes.columns.copy_to(backing))
+            # There is room for everything.
+            for move in moves:
+                move()
+            self.version += 1
+            self._backing, self.is_private = backing, False
+            self._map()
 
     def _locks(self) -> Sequence[Any]:
         return (self.lock,)
@@ -430,11 +471,11 @@ class Storage(CopiedWhole):
         return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("ring", "lock", "_span")
+        left_out = ("ring", "lock", "_span", "_ids", "_quick_writer")
         return {key: value for key, value in super().__getstate__().items() if key not in left_out}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self.lock, self._span = threading.RLock(), None
+        self.lock, self._span, self._quick_writer = threading.RLock(), None, None
         self._map()
         renew_lock_after_fork(self)

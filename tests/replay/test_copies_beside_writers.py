@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import sys
 import threading
@@ -12,7 +13,17 @@ import pytest
 import torch
 
 from rlstructs.errors import StateError
-from rlstructs.replay import PrioritizedSampler, TensorDictReplayBuffer, TensorStorage, VectorReplayBuffer
+from rlstructs.memories.torch import PrioritizedMemory
+from rlstructs.replay import (
+    ChunkReplayBuffer,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    PrioritizedVectorReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+    VectorReplayBuffer,
+    copies,
+)
 
 N_COPIES = 40
 
@@ -145,3 +156,107 @@ def test_no_row_is_written_while_a_file_is_loaded(kind, tmp_path):
     finally:
         sys.setprofile(None)
     assert len(intruder.versions) == 2  # before and after
+
+
+def memory():
+    made = PrioritizedMemory(memory_size=8, num_envs=2, device="cpu")
+    made.create_tensor("a", 1)
+    for _ in range(8):
+        made.add_samples(a=torch.zeros(2, 1))
+    return made, made.update_priorities
+
+
+def tianshous(cls, *sizes):
+    buffer = cls(*sizes, alpha=0.6, beta=0.4)
+    n = len(buffer.subbuffer_edges) - 1
+    flags = [False] * n
+    for _ in range(8):
+        batch = {"obs": [0] * n, "act": [0] * n, "rew": [0.0] * n, "terminated": flags, "truncated": flags}
+        buffer.add(batch, list(range(n)))
+    return buffer, buffer.update_weight
+
+
+def rlberrys():
+    buffer = ChunkReplayBuffer(16, 0, enable_prioritized=True)
+    buffer.setup_entry("a", np.float32)
+    for _ in range(16):
+        buffer.append({"a": 0.0})
+    return buffer, lambda rows, values: buffer.update_priorities(np.array([rows]), np.array([values]))
+
+
+def torchrls():
+    buffer = TensorDictReplayBuffer(
+        storage=TensorStorage(16), sampler=PrioritizedSampler(16, 0.6, 0.4), batch_size=4, generator=0
+    )
+    buffer.extend({"a": torch.zeros(16)})
+    return buffer, lambda rows, values: buffer.update_priority(torch.tensor(rows), torch.tensor(values))
+
+
+PRIORITISED = {
+    "memory": memory,
+    "PrioritizedReplayBuffer": lambda: tianshous(PrioritizedReplayBuffer, 8),
+    "PrioritizedVectorReplayBuffer": lambda: tianshous(PrioritizedVectorReplayBuffer, 16, 2),
+    "ChunkReplayBuffer": rlberrys,
+    "TensorDictReplayBuffer": torchrls,
+}
+
+
+class Meanwhile:
+    """Changes a buffer while it is pickled as a part of it."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __reduce__(self):
+        self.change()
+        return bool, ()
+
+
+@pytest.mark.parametrize("name", PRIORITISED)
+def test_a_pickle_notices_priorities_that_are_set_meanwhile(name):
+    buffer, update = PRIORITISED[name]()
+    buffer.sample(*{"memory": (["a"], 4), "ChunkReplayBuffer": (4, 1, "prioritized")}.get(name, (4,)))
+    update([0, 1], [2.0, 3.0])
+    assert len(pickle.loads(pickle.dumps(buffer))) == len(buffer)
+    buffer.meanwhile = Meanwhile(lambda: update([2, 3], [4.0, 5.0]))
+    with pytest.raises(StateError, match="changed by another thread while it was pickled"):
+        pickle.dumps(buffer)
+
+
+class Watched:
+    """A lock that tells when a fork has taken it."""
+
+    def __init__(self):
+        self.lock, self.is_taken = threading.RLock(), threading.Event()
+
+    def acquire(self, blocking=True):
+        is_taken = self.lock.acquire(blocking)
+        self.is_taken.set()
+        return is_taken
+
+    def release(self):
+        self.lock.release()
+
+
+def test_a_fork_waits_for_a_thread_that_takes_a_lock_while_it_holds_another():
+    """As a transform does that samples a second buffer while rows are written to the first."""
+    kept = [Watched(), Watched()]
+    copies._locks.update(kept)
+    first, second = [lock for lock in copies._locks if lock in kept]  # in the order in which a fork takes them
+    has_second, got_first = threading.Event(), []
+
+    def write():
+        with second.lock:
+            has_second.set()
+            first.is_taken.wait()
+            got_first.append(first.lock.acquire(timeout=20))
+            if got_first[0]:
+                first.lock.release()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    has_second.wait()
+    if not (pid := os.fork()):
+        os._exit(int(not all(lock.lock.acquire(blocking=False) for lock in kept)))
+    thread.join()
+    assert got_first == [True] and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

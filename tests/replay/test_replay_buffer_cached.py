@@ -228,6 +228,26 @@ def test_columns_that_the_main_buffer_got_by_itself_must_be_those_of_the_caches(
     assert buffer[:].obs.tolist() == [[0] * 3, [1] * 3, [1] * 3]
 
 
+def one(t, **info):
+    return {**row(t), "info": info}
+
+
+def test_infos_that_the_main_buffer_widened_by_itself_are_read_as_they_are():
+    buffer = CachedReplayBuffer(ReplayBuffer(6), 2, 4)
+    buffer.add(rows([1, 2], [1, 0], info={"x": [1, 2]}))
+    buffer.main_buffer.add(one(3, x=0.5))
+    assert buffer[:].info.x.tolist() == buffer.get(buffer.sample_indices(0), "info").x.tolist() == [1, 0.5, 2]
+    assert buffer.info.x[:2].tolist() == [1, 0.5]
+    batch, index = buffer.sample(20)
+    assert batch.info.x.tolist() == [{0: 1, 1: 0.5, 10: 2}[at] for at in index.tolist()]
+    buffer.main_buffer.add(one(4, x="text", y={"z": 4}))
+    assert buffer[:].info.x.tolist() == [1, 0.5, "text", 2] and buffer[:].info["y/z"].tolist() == [0, 0, 4, 0]
+    buffer.main_buffer.add(one(5, x=5, y=5))
+    assert [str(each) for each in buffer[:].info.y] == ["{'z': 0}", "{'z': 0}", "{'z': 4}", "5", "{'z': 0}"]
+    buffer.add(rows([6, 7], [1, 1], info={"x": [6, 7], "y": [6, 7]}))
+    assert buffer[:].info.x.tolist() == [1, 0.5, "text", 5, 6, 7] or len(buffer) == 6
+
+
 def some(**arguments):
     """Rows 0 to 2 in the main buffer, one row in each of two caches."""
     buffer = cached(6, 2, 4, **arguments)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pickle
 import re
+import weakref
 from collections import deque
 from pathlib import Path
 
@@ -14,10 +17,11 @@ from hypothesis import strategies as st
 
 import rlstructs.replay
 from rlstructs.checks import check_count
-from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
 from rlstructs.replay import expand
-from rlstructs.replay.backing import Folder, Heap, Shared
+from rlstructs.replay.backing import Folder, Heap, Shared, SharedBlock
 from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.drawn_rows import DrawnRows
 from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.ring import N_COUNTERS, Ring
 from rlstructs.replay.row_ids import RowIds
@@ -192,6 +196,43 @@ def test_move_keeps_every_value(order, backing, target, tmp_path):
         np.testing.assert_array_equal(columns.flat[name], values)
     columns.flat["n"][5] = 1
     assert columns.cells["n"][1, 2].tolist() == [1, 1]
+
+
+def blocks_of(storage):
+    return [*storage.columns._blocks.values(), storage.counters._block, *storage.episodes.columns._blocks.values()]
+
+
+def test_a_share_without_room_shares_nothing(monkeypatch):
+    storage = make_storage()
+    storage.write(block([[1, 2, 3], [4, 5, 6]]), done=np.zeros((2, 3), bool))
+    n_needed = 0
+    while storage.is_private:
+        left = iter(range(n_needed))
+
+        def allocate(backing, name, nbytes, sparse=False, *, left=left):
+            if next(left, None) is None:
+                raise OutOfMemoryError("none is left")
+            return SharedBlock(nbytes)
+
+        blocks = blocks_of(storage)
+        with monkeypatch.context() as patch, contextlib.suppress(OutOfMemoryError):
+            patch.setattr(Shared, "allocate", allocate)
+            storage.share()
+            break
+        assert storage.is_private and blocks_of(storage) == blocks
+        n_needed += 1
+    assert n_needed > 2 and not storage.is_private
+    assert storage.ring.head.tolist() == [3, 3]
+
+
+def test_what_was_drawn_does_not_keep_columns_that_were_replaced(order):
+    storage, drawn = make_storage(order=order), DrawnRows()
+    storage.write(block([[1, 2, 3], [4, 5, 6]]))
+    drawn.remember(storage.span(), np.array([0, 1]))
+    old = weakref.ref(storage.columns)
+    storage.take_columns(storage.columns.emptied(storage.columns.capacity))
+    gc.collect()
+    assert old() is None and drawn.find_unchanged(storage.span(), np.array([0, 1])).tolist() == [True, True]
 
 
 def test_share_keeps_rows_episodes_and_what_comes(order, backing):

@@ -171,3 +171,16 @@ def test_an_interrupted_write_is_not_built_upon():
     storage.write({"x": 2 * GOOD[:, None]})
     assert writer.write({"x": 3 * GOOD})
     assert (storage.columns.cells["x"][0, :3, 0].tolist(), len(storage)) == ([1, 2, 3], 6)
+
+
+def test_two_writers_to_one_store_take_turns():
+    storage, general = store(terminated=Spec(np.dtype(bool))), store(terminated=Spec(np.dtype(bool)))
+    writers = [StepWriter(storage, ("terminated",)) for _ in range(2)]
+    for t, turn in enumerate([0, 0, 1, 0, 1, 1, 0]):
+        rows = {"x": t * GOOD, "terminated": np.array([t == 3, False])}
+        assert writers[turn].write(rows)
+        general.write({name: values[:, None] for name, values in rows.items()}, done=rows["terminated"][:, None])
+        assert (storage.ring.counters == general.ring.counters).all()
+        every = general.span().every_row()
+        assert storage.gather(["x"], every)[0].tolist() == general.gather(["x"], every)[0].tolist()
+        assert storage.episodes.times(every).tolist() == general.episodes.times(every).tolist()

@@ -150,7 +150,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return self._read(self._storage.columns.rows(lanes, batch_inds), env)
 
     def _gather(self, names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
-        return dict(zip(names, self._storage.gather(names, rows), strict=True))
+        values = self._storage.read_at(rows, lambda _, some: self._storage.gather(names, some))
+        return dict(zip(names, values, strict=True))
 
     def _read(self, rows: np.ndarray, env: VecNormalize | None, last: np.ndarray | None = None) -> Any:
         """Makes a sample of these rows; where `last` is given, what followed an action is that of these other rows."""

@@ -311,6 +311,9 @@ class ChunkReplayBuffer(Buffer):
         own = [] if self._priorities is None else [self._priorities.lock]
         return [*own, *super()._locks()]
 
+    def _version_of_priorities(self) -> int:
+        return 0 if self._priorities is None else self._priorities.version
+
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "max_priority": 1.0} if self._priorities is None else self._priorities.state()
         return {**self._intake.state(), **own}

@@ -178,7 +178,7 @@ class StoredRows(Mapping[str, np.ndarray]):
         specs = storage.columns.specs
         if tag not in specs:  # no row has come yet
             return np.zeros(0, tags[tag].dtype)
-        [rows] = storage.gather([tag], np.sort(storage.span().every_row()))
+        _, [rows] = storage.read_all(lambda span: np.sort(span.every_row()), lambda every: storage.gather([tag], every))
         array: np.ndarray = Exporter("numpy").one(tag, rows, specs[tag])
         return array
 

@@ -24,7 +24,7 @@ from rlstructs.replay.tianshou.options import Options
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.running import Added
-from rlstructs.replay.tianshou.table import LazyColumn, Table, read_only
+from rlstructs.replay.tianshou.table import Keys, LazyColumn, Table, read_only
 from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.replay.widening import widened
@@ -52,6 +52,11 @@ class JoinedTable(Table):
     def __init__(self, main: Table, storage: Storage, lane_size: int) -> None:
         super().__init__(storage, lane_size, is_stacked=True)
         self.main = main
+        self.unify: Callable[[], None] = lambda: None
+        self._unified = (-1, -1)  # the layouts of both when they last had the same columns
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_unified": (-1, -1)}
 
     @property
     def maxsize(self) -> int:
@@ -61,11 +66,29 @@ class JoinedTable(Table):
     def edges(self) -> np.ndarray:
         return np.concatenate([[0], self.main.maxsize + super().edges])
 
+    @property
+    def columns(self) -> dict[str, Spec]:
+        self._follow_main()
+        return super().columns
+
+    def _look(self) -> Keys:
+        self._follow_main()
+        return super()._look()
+
+    def _follow_main(self) -> None:
+        """Gives both the same columns, after the main buffer was changed on its own."""
+        main, own = self.main.storage.columns, self.storage.columns
+        if self._unified != (main.layout, own.layout):
+            self.unify()
+            self._unified = main.layout, own.layout
+
     def rows(self) -> AnySnapshot:
+        self._follow_main()
         parts, sizes = [self.main.own_rows(), self.own_rows()], [self.main.maxsize, super().maxsize]
         return JoinedSnapshot(parts, sizes)
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
+        self._follow_main()
         column = self.gather_lazily(name)
         if column.dtype.itemsize * math.prod(column.shape[1:]) > LARGEST_JOINED:
             return column
@@ -97,8 +120,8 @@ class CachedIntake(TransitionIntake):
     def __init__(self, table: JoinedTable, owner: str, options: Options, main: TransitionIntake) -> None:
         super().__init__(table, owner, options)
         self.main = main
-        if main.specs:
-            super().add_columns(dict(main.specs))
+        self._unify()
+        table.unify = self._unify
 
     # Columns
 
@@ -113,7 +136,8 @@ class CachedIntake(TransitionIntake):
         super().add_columns(made)
 
     def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
-        self._unify_infos()
+        if self.specs:
+            self._unify()
         return super().plan_columns(rows, n_lead)
 
     def read_held(self, name: str) -> np.ndarray:
@@ -123,8 +147,13 @@ class CachedIntake(TransitionIntake):
         self.main.adopt(plan)
         super().adopt(plan)
 
-    def _unify_infos(self) -> None:
-        """Gives columns of infos one dtype in both, after the main buffer was changed on its own."""
+    def _unify(self) -> None:
+        """Gives both the same columns, and those of infos one dtype, after the main buffer was changed on its own."""
+        for intake, others in ((self.main, self.specs), (self, self.main.specs)):
+            nested = {name: [key for key in intake.specs if key.startswith(f"{name}/")] for name in others}
+            adopt(intake.storage, Plan({}, folded={name: below for name, below in nested.items() if below}))
+            if lacking := {name: spec for name, spec in others.items() if name not in intake.specs}:
+                TransitionIntake.add_columns(intake, lacking)
         main, own = self.main.specs, self.specs
         for name in [name for name in own if is_info(name) and main.get(name, own[name]) != own[name]]:
             theirs, ours = self.main.read_held(name), super().read_held(name)

@@ -42,17 +42,19 @@ class Editor:
 
     def append(self, other: Editor) -> np.ndarray:
         """Appends every row of another buffer; see `ReplayBuffer.update`."""
-        rows, table, intake = other.table.rows(), self.table, self.intake
-        if not rows.total or not table.lane_size:
-            return np.zeros(0, np.int64)
-        if other is self:
-            raise SpecError("update: a buffer cannot be appended to itself")
-        at, storage = rows.every_row(), table.storage
+        table, intake, storage = self.table, self.intake, self.table.storage
+        with other.table.storage.lock:
+            rows = other.table.rows()
+            if not rows.total or not table.lane_size:
+                return np.zeros(0, np.int64)
+            if other is self:
+                raise SpecError("update: a buffer cannot be appended to itself")
+            at = rows.every_row()
+            starts = rows.prev(at) == at
+            block, is_unfinished = self._rows_of_other(other.table, at), at[-1] in rows.unfinished()
         head, n, capacity = int(storage.ring.head[0]), at.size, storage.columns.capacity
-        starts = rows.prev(at) == at
-        block = self._rows_of_other(other.table, at)
         intake.write(block, starts=starts[None], unknown=intake.unknown, missing=intake.missing)
-        if at[-1] not in rows.unfinished():
+        if not is_unfinished:
             storage.end_episodes()
         running, theirs = intake.running, other.intake.running
         running.find_begins()
@@ -182,8 +184,9 @@ class Editor:
 
     def fill(self, name: str, value: Any) -> None:
         """Sets all rows of a column to one value."""
-        self.table.storage.note_rewrite()
-        self.table.storage.columns.put_rows(name, slice(None), value)
+        with self.table.storage.lock:
+            self.table.storage.note_rewrite()
+            self.table.storage.columns.put_rows(name, slice(None), value)
 
     def prepare_rebuild(self) -> Callable[[], None]:
         """Returns a function that finds episodes again once flags have changed; those cut without one stay cut."""
@@ -201,13 +204,15 @@ class Editor:
 
     def find_nulls(self) -> dict[str, np.ndarray]:
         """Where rows are NaN, in order: name of each column -> bool (n, *shape)."""
-        rows = self.table.rows()
-        others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self.table.columns.items()}
-        return {**others, **dict(self._nulls(rows))}
+        with self.table.storage.lock:
+            rows = self.table.rows()
+            others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self.table.columns.items()}
+            return {**others, **dict(self._nulls(rows))}
 
     def has_nulls(self) -> bool:
         """Whether a row holds NaN."""
-        return any(null.any() for _, null in self._nulls(self.table.rows()))
+        with self.table.storage.lock:
+            return any(null.any() for _, null in self._nulls(self.table.rows()))
 
     def _nulls(self, rows: AnySnapshot) -> Iterator[tuple[str, np.ndarray]]:
         """The name of each column of floats, and where its rows, in order, are NaN: bool (n, *shape)."""

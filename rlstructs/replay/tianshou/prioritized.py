@@ -95,6 +95,7 @@ class PrioritizedReader(Reader):
             if (kept := editor.drop_nulls()) is not None:
                 now = self.table.own_rows()
                 self.priorities.follow(now.span)
+                self.priorities.version += 1
                 self.priorities.tree.update(now.every_row(), leaves[kept])
 
 
@@ -193,6 +194,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def _locks(self) -> Sequence[Any]:
         return [self._reader.priorities.lock, *super()._locks()]
+
+    def _version_of_priorities(self) -> int:
+        return self._reader.priorities.version
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), **self._reader.settings()}

@@ -53,8 +53,9 @@ class Reader:
 
     def select(self, index: Any) -> Any:
         """Reads rows as a batch; see `ReplayBuffer.__getitem__`."""
-        at = self.table.locate(index)
-        arrays = self._read_at(self.table.sources, at, reading_of(stack_num=self.options.stack_num))
+        with self.table.storage.lock:
+            at = self.table.locate(index)
+            arrays = self._read_at(self.table.sources, at, reading_of(stack_num=self.options.stack_num))
         return self._hand_over(arrays | self.compute_beside(at))
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
@@ -69,7 +70,8 @@ class Reader:
                 return self.export({}, {})
             raise MissingKeyError(f"no {key!r} in this buffer, there are {list(specs)}")
         sources = sources_of(names, tuple(table.columns), None)
-        arrays = self._read_at(sources, table.locate(index), reading_of(stack_num=stack_num))
+        with table.storage.lock:
+            arrays = self._read_at(sources, table.locate(index), reading_of(stack_num=stack_num))
         if names == (key,):
             return self.export.one(key, arrays[key], specs[key])
         start = len(key) + 1
@@ -77,9 +79,17 @@ class Reader:
         return self.export.with_objects(inside, {name[start:]: specs[name] for name in names})
 
     def _read_at(self, sources: Sources, at: np.ndarray, reading: Reading) -> dict[str, Any]:
-        """Does what `read_sources` does, with the values that stand in for rewards."""
-        rows, stand_in = self.table.rows(), self.table.stand_in
-        arrays = read_sources(rows, self.table.columns, sources, at, reading)
+        """Does what `read_sources` does, with the values that stand in for rewards; no row is torn by a writer."""
+        table, rows, stand_in = self.table, self.table.rows(), self.table.stand_in
+        if table.is_joined:  # it is for one thread
+            arrays = read_sources(rows, table.columns, sources, at, reading)
+        else:
+            flat = table.storage.read_at(
+                at.reshape(-1),
+                lambda span, some: read_sources(Snapshot(table.storage, span), table.columns, sources, some, reading),
+                lambda span, some: reading.earliest(table.storage, span, some),
+            )
+            arrays = {name: array.reshape((*at.shape, *array.shape[1:])) for name, array in flat.items()}
         if REW in arrays and stand_in is not None:
             if sources[REW].is_stacked and reading.stack_num > 1:
                 at = rows.frames(at.reshape(-1), reading.stack_num).reshape(*at.shape, reading.stack_num)
@@ -88,8 +98,9 @@ class Reader:
 
     def step(self, index: Any, move: Callable[[AnySnapshot, np.ndarray], np.ndarray]) -> Any:
         """The rows to which `move` leads from those of an index, int64 of the same shape."""
-        at = self.table.locate(index)
-        return move(self.table.rows(), at.reshape(-1)).reshape(at.shape)[()]
+        with self.table.storage.lock:
+            at = self.table.locate(index)
+            return move(self.table.rows(), at.reshape(-1)).reshape(at.shape)[()]
 
     def list_between(self, start: int, stop: int) -> np.ndarray:
         """The rows between two of a lane; see `ReplayBuffer.get_buffer_indices`."""
@@ -106,8 +117,9 @@ class Reader:
 
     def _is_one_episode(self, at: np.ndarray) -> bool:
         """Whether each of these rows comes after the one before it."""
-        rows = self.table.rows()
-        return bool(rows.has(at).all() and (rows.next(at[:-1]) == at[1:]).all())
+        with self.table.storage.lock:
+            rows = self.table.rows()
+            return bool(rows.has(at).all() and (rows.next(at[:-1]) == at[1:]).all())
 
     # By drawing; the samples are drawn by `Table.read_whole`, too
 

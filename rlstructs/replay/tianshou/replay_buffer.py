@@ -256,7 +256,8 @@ class ReplayBuffer(Buffer):
 
     def unfinished_index(self) -> np.ndarray:
         """The newest rows of unfinished episodes, int64, at most one for each lane."""
-        return self._table.rows().unfinished()
+        with self._storage.lock:
+            return self._table.rows().unfinished()
 
     def get_buffer_indices(self, start: int, stop: int) -> np.ndarray:
         """The rows from `start` to before `stop` in one lane, around its end if `stop` comes first, int64.

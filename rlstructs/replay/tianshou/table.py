@@ -174,9 +174,10 @@ class Table:
         """The values of a column at row ids (n,), whether or not these hold rows."""
         spec = self.columns[name]
         if name in self.storage.columns.links:
-            rows = self.own_rows()
-            values, held = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
-            [values[held]] = rows.gather([name], at[held])
+            with self.storage.lock:
+                rows = self.own_rows()
+                values, held = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
+                [values[held]] = rows.gather([name], at[held])
         else:
             values = self.storage.columns.flat[name][at]
         return from_bits(values) if spec.is_bfloat16 else values
