@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlstructs.checks import check_methods
+from rlstructs.checks import MODULE_HINT, check_methods
 from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.torch import as_device
@@ -206,6 +206,8 @@ class RL_Agent_CheckDevice(RL_Agent):
     """
 
     def __init__(self, agent: RL_Agent, device: torch.device | str) -> None:
+        if isinstance(agent, torch.nn.Module) and not hasattr(agent, "initial_state"):
+            raise TypeError(f"agent must be an RL_Agent, got {type(agent).__name__}{MODULE_HINT}")
         self.agent = agent
         self.device = as_device(device)
 
@@ -309,9 +311,9 @@ def replay_agent(
     Raises:
         MissingKeyError, SpecError: the keys of an output differ from those at step 0.
     """
+    method, state, outputs = _find_method(agent, replay_method_name), None, []
     lengths = trajectories.lengths.clone()
     n_timesteps = int(lengths.max()) if lengths.numel() else 0
-    method, state, outputs = getattr(agent, replay_method_name), None, []
     for t in range(n_timesteps):
         output, state = method(trajectories, t, state)
         # Copies: the agent may return its state as output, and write to it later.
@@ -345,7 +347,14 @@ def _replay_nothing(method: Callable[..., Any], trajectories: Trajectories) -> d
 
 def replay_agent_stateless(agent: RL_Agent, trajectories: Trajectories, replay_method_name: str) -> Any:
     """Calls `agent.<replay_method_name>(trajectories)` once for all steps; returns its result."""
-    return getattr(agent, replay_method_name)(trajectories)
+    return _find_method(agent, replay_method_name)(trajectories)
+
+
+def _find_method(agent: Any, name: str) -> Callable[..., Any]:
+    """The method of an agent that replays; raises TypeError for a network that has none."""
+    if isinstance(agent, torch.nn.Module) and not hasattr(agent, name):
+        raise TypeError(f"agent: {type(agent).__name__} has no {name}{MODULE_HINT}")
+    return getattr(agent, name)  # type: ignore[no-any-return]
 
 
 class EmptyHistory(TemporalDictTensor):

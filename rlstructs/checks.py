@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from rlstructs.errors import SpecError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The dtypes of arrays in files, by name, in the byte order of this machine.
 DTYPES = {
@@ -30,6 +33,26 @@ def warn_caller(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "rlstructs":
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def other_words(**words: str) -> Callable[[F], F]:
+    """Decorates a function whose arguments have other names elsewhere, such as `other_words(seeds="seed")`.
+
+    A call with such a name raises a TypeError that says which argument there is.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name in words:
+                    own = function.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{own}() has {words[name]}= in the place of {name}=")
+            return function(*args, **kwargs)
+
+        return cast("F", call)
+
+    return decorate
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -61,6 +84,12 @@ def can_hold(dtype: np.dtype[Any], values: np.ndarray) -> bool:
 
 # The hint for a state that is (layers, B, ...).
 BATCH_FIRST_HINT = "; permute it to batch first, by `.transpose(0, 1)`: a recurrent layer of torch has (layers, B, ...)"
+
+MODULE_HINT = ": a torch.nn.Module is made an agent by ModuleAgent(module, action_space)"
+PETTINGZOO_HINT = (
+    ", an environment of several agents: return rlstructs.integrations.pettingzoo.ParallelEnvs([make, ...], seed), "
+    "which has a slot for each agent of each environment; n_envs of RL_Batcher.make counts slots"
+)
 
 
 def hint_batch_first(shape: tuple[int, ...], n: int) -> str:
@@ -147,11 +176,15 @@ def check_methods(needed: str, made: Any, *methods: str) -> None:
     """Raises TypeError unless an object that a factory made has these methods."""
     for method in methods:
         if not callable(getattr(made, method, None)):
-            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){_hint_wrapper(made)}")
+            raise TypeError(f"{needed}, got {type(made).__name__} without {method}(){hint_wrapper(made)}")
 
 
-def _hint_wrapper(made: Any) -> str:
-    """Says how to make a VecEnv of gymnasium environments; does not import gymnasium."""
+def hint_wrapper(made: Any) -> str:
+    """Says how to make a VecEnv of environments, or an agent of a network; imports nothing for it."""
+    if hasattr(made, "state_dict") and hasattr(made, "forward"):
+        return MODULE_HINT
+    if hasattr(made, "possible_agents") or hasattr(made, "max_num_agents"):
+        return PETTINGZOO_HINT
     if hasattr(made, "num_envs"):
         return ": return GymVectorEnv(envs, seed)"
     if isinstance(made, (list, tuple)) or hasattr(made, "observation_space"):

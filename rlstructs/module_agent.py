@@ -69,6 +69,8 @@ class ModuleAgent(RL_Agent):
             raise SpecError(f"ModuleAgent: an action space must be one of {kinds}, got {action_space}")
         self.module: torch.nn.Module = copy_plain(module).to(device).train(training)
         self.keeps_modes = training
+        # Of a distribution: torch draws bits as floats.
+        self._takes_floats = isinstance(action_space, spaces.MultiBinary) or action_space.dtype.kind == "f"
         self._last: DictTensor | None = None
         self._space, self._keys = action_space, None
         if isinstance(observation_space, (spaces.Dict, spaces.Tuple)):
@@ -104,14 +106,22 @@ class ModuleAgent(RL_Agent):
             if self._last is not None and not running.numel():
                 return self._last.index(torch.zeros_like(observation["done"], dtype=torch.int64)), state
             policy = self.policy(observation.index(running))
-        self._last = self._draw(policy)
+        self._last = self._draw(policy, observation.n_elems())
         return self._last, state
 
-    def _draw(self, policy: Distribution | torch.Tensor) -> DictTensor:
-        """Draws from a policy; returns the output."""
+    def _draw(self, policy: Distribution | torch.Tensor, n: int) -> DictTensor:
+        """Draws n rows from a policy; returns the output."""
         if not isinstance(policy, Distribution):
             return DictTensor({"action": policy})
-        action = policy.sample()
+        try:
+            action = policy.sample()
+        except (RuntimeError, ValueError) as error:
+            if (why := _find_nan(policy, self.module)) is not None:
+                raise SpecError(f"agent: {why}") from error
+            raise
+        if action.shape != (n, *self._space.shape) or (action.is_floating_point() and not self._takes_floats):
+            wanted = f"{(n, *self._space.shape)} {'floats' if self._takes_floats else 'integers'} for {self._space}"
+            raise SpecError(f"agent: a {type(policy).__name__} of the module gave {show(action)}, expected {wanted}")
         log_prob = policy.log_prob(action)
         if log_prob.ndim > 1:
             log_prob = log_prob.flatten(1).sum(1)
@@ -131,6 +141,9 @@ class ModuleAgent(RL_Agent):
             given = self.module(inputs)
         except Exception as error:
             found = show(inputs) if isinstance(inputs, torch.Tensor) else {key: show(inputs[key]) for key in inputs}
+            seen = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs.values()]
+            if (why := _find_other_dtype(seen, self.module)) is not None:
+                raise SpecError(f"agent: {why}; the module was called with observations {found}") from error
             add_note(error, f"the module of the agent was called with observations {found}")
             raise
         space, n = self._space, observation.n_elems()
@@ -173,6 +186,31 @@ def _find_running(observation: DictTensor) -> torch.Tensor | None:
         return None
     running = done.logical_not().nonzero()[:, 0]
     return torch.where(done, running[0], torch.arange(len(done), device=done.device)) if running.numel() else running
+
+
+def _find_nan(policy: Distribution, module: torch.nn.Module) -> str | None:
+    """Says in which row a distribution has NaN, and whether the module's parameters have; None if it has none."""
+    for name in ("logits", "probs", "loc", "scale"):
+        values = getattr(policy, name, None)
+        if isinstance(values, torch.Tensor) and values.isnan().any():
+            row = int(values.isnan().nonzero()[0][0])
+            lost = [key for key, tensor in module.named_parameters() if tensor.isnan().any()]
+            where = f"its parameters {lost} hold NaN" if lost else "its parameters hold none: look at what it computes"
+            return f"the module's {name} are NaN in row {row}; {where}"
+    return None
+
+
+def _find_other_dtype(seen: list[torch.Tensor], module: torch.nn.Module) -> str | None:
+    """Says that the floats of observations and of the module's parameters have different dtypes; None if not."""
+    given = {tensor.dtype for tensor in seen if tensor.is_floating_point()}
+    own = {tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()}
+    if not given or not own or given & own:
+        return None
+    names = [" and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) for dtypes in (own, given)]
+    return (
+        f"the module's parameters are {names[0]}, the observations are {names[1]}: give it as "
+        f"module.to({next(iter(given))}), or convert them in its forward"
+    )
 
 
 def _check_shape(given: Any, shape: tuple[int, ...], space: gymnasium.Space[Any]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from rlstructs import (
     RL_Batcher,
     SpecError,
     replay_agent,
+    replay_agent_stateless,
 )
 from rlstructs.shared.module_state import plain_state
 from rlstructs.testing import check_agent
@@ -290,3 +291,71 @@ def test_check_agent_acts_and_replays_in_evaluation_mode():
     agent = Holder(torch.nn.Sequential(*networks))
     check_agent(agent, DictTensor({"frame": torch.randn(4, 2), "initial_state": torch.ones(4, dtype=torch.bool)}))
     assert agent.held.training
+
+
+# --- what is wrong with a network, and what is no agent -------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_network_of_another_dtype_is_named_with_what_to_do(dtype):
+    message = rf"parameters are {str(dtype)[6:]}, the observations are float32: give it as module.to\(torch.float32\)"
+    with pytest.raises(SpecError, match=message):
+        RL_Batcher.make("CartPole-v1", torch.nn.Linear(4, 2).to(dtype), n_envs=2, n_workers=0)
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.MultiDiscrete([1, 1]), spaces.MultiBinary(2)], ids=str)
+@pytest.mark.parametrize("in_weights", [True, False])
+def test_logits_that_are_nan_are_named_with_their_row_and_the_parameters(space, in_weights):
+    module = torch.nn.Linear(3, 2)
+    observation = torch.zeros(4, 3)
+    if in_weights:
+        module.bias.data[1] = torch.nan
+        message = r"logits are NaN in row 0; its parameters \['bias'\] hold NaN"
+    else:
+        observation[2] = torch.nan
+        message = "logits are NaN in row 2; its parameters hold none"
+    with pytest.raises(SpecError, match=f"^agent: the module's {message}"):
+        act(module, space, {"frame": observation})
+
+
+FAULTY = {
+    "shape": (spaces.Discrete(2), lambda frame: Categorical(logits=torch.zeros(len(frame), 1, 2))),
+    "one": (spaces.Discrete(2), lambda frame: Categorical(logits=torch.zeros(2))),
+    "vector": (spaces.Box(-1, 1, (2,)), lambda frame: Normal(torch.zeros(len(frame), 3), 1.0)),
+    "numbers": (spaces.MultiDiscrete([2, 2]), lambda frame: Categorical(logits=torch.zeros(len(frame), 2))),
+    "one hot": (spaces.Discrete(2), lambda frame: torch.distributions.OneHotCategorical(torch.ones(len(frame), 2))),
+    "floats": (spaces.Discrete(2), lambda frame: torch.distributions.Bernoulli(torch.ones(len(frame)) / 2)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_distribution_of_another_shape_or_dtype_is_refused_when_the_batcher_is_made(name):
+    space, policy = FAULTY[name]
+
+    class Faulty(torch.nn.Module):
+        def forward(self, frame):
+            return policy(frame)
+
+    class Spaced(Asked):
+        action_space = space
+
+    message = rf"^agent: a \w+ of the module gave \(.*, expected \(2.* for {type(space).__name__}"
+    with pytest.raises(SpecError, match=message):
+        RL_Batcher.make(Spaced, Faulty(), n_envs=2, n_workers=0)
+
+
+NET = torch.nn.Linear(4, 2)
+NO_AGENTS = {
+    "create_agent": lambda: RL_Batcher(4, NET, {}, partial(GymEnvInf, [Asked()]), {}, 0, 0),
+    "made": lambda: RL_Batcher(4, lambda: NET, {}, partial(GymEnvInf, [Asked()]), {}, 0, 0),
+    "check_agent": lambda: check_agent(NET, DictTensor({"frame": torch.zeros(2, 4)})),
+    "check_agent made": lambda: check_agent(lambda: NET, DictTensor({"frame": torch.zeros(2, 4)})),
+    "replay": lambda: replay_agent(NET, None), "stateless": lambda: replay_agent_stateless(NET, None, "call_replay"),
+    "device": lambda: RL_Agent_CheckDevice(NET, "cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_AGENTS)
+def test_a_network_in_the_place_of_an_agent_is_told_of_module_agent(name):
+    with pytest.raises(TypeError, match=r"Linear.*ModuleAgent\(module, action_space\)"):
+        NO_AGENTS[name]()

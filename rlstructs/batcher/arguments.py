@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.checks import check_count, check_timeout
+from rlstructs.checks import MODULE_HINT, check_count, check_timeout, warn_caller
 from rlstructs.errors import SpecError
 from rlstructs.seeding import EnvSeed, check_seeds
 from rlstructs.structures.arrays import check_dtype, specs_of
@@ -88,9 +88,11 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
 
 
 def check_factory(name: str, factory: Any) -> Any:
-    """Returns a factory; raises TypeError if it cannot be called, or is itself an agent."""
-    if not callable(factory) or isinstance(factory, RL_Agent):
-        raise TypeError(f"{name} must be a function or a class, which each worker calls, got {type(factory).__name__}")
+    """Returns a factory; raises TypeError if it cannot be called, or is itself an agent or a network."""
+    is_network = isinstance(factory, torch.nn.Module) and not isinstance(factory, RL_Agent)
+    if not callable(factory) or isinstance(factory, RL_Agent) or is_network:
+        got = f"{type(factory).__name__}{MODULE_HINT if is_network else ''}"
+        raise TypeError(f"{name} must be a function or a class, which each worker calls, got {got}")
     return factory
 
 
@@ -115,7 +117,7 @@ def agent_seeds_of(seeds: Sequence[int] | None, n_workers: int) -> list[int] | N
     return None if seeds is None else check_seeds("agent_seeds", seeds, n_workers, "processes", or_int=False)
 
 
-def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int) -> None:
+def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
     """Warns once if listed seeds give two environments the same stream; `n_envs` is E."""
     if isinstance(seeds[0], EnvSeed):
         return
@@ -124,13 +126,11 @@ def warn_of_overlap(seeds: Sequence[int], n_envs: int, stacklevel: int) -> None:
             shift = seeds[other] - seed
             if abs(shift) < n_envs:
                 first, second = max(shift, 0), max(-shift, 0)
-                warnings.warn(
+                warn_caller(
                     f"seeds: environments of processes {one} and {other} have the same streams, e.g. environment "
                     f"{first} of process {one} and environment {second} of process {other} (global "
                     f"{one * n_envs + first} and {other * n_envs + second}); "
-                    f"space them by at least {n_envs}, or give one int",
-                    UserWarning,
-                    stacklevel=stacklevel,
+                    f"space them by at least {n_envs}, or give one int"
                 )
                 return
 

@@ -44,7 +44,7 @@ from rlstructs.batcher.engine import Engine, start_engine
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.batcher.rollouts import run_rollouts
-from rlstructs.checks import warn_caller
+from rlstructs.checks import other_words, warn_caller
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import find_device
@@ -125,9 +125,7 @@ class RL_Batcher(BatcherBase):
         (torch.Size([8, 10, 4]), 8)
     """
 
-    # The `stacklevel` of warnings that leads from `warn_of_overlap` to the user's call of the constructor.
-    _stack_level = 3
-
+    @other_words(n_workers="n_processes", seed="seeds")
     def __init__(
         self, n_timesteps: int, create_agent: Callable[..., RL_Agent], agent_args: Mapping[str, Any],
         create_env: Callable[..., VecEnv], env_args: Mapping[str, Any], n_processes: int,
@@ -157,7 +155,7 @@ class RL_Batcher(BatcherBase):
         )
         self._engine = self._start_engine(settings, run)
         try:
-            warn_of_overlap(settings.seeds, self._engine.n_envs, self._stack_level)
+            warn_of_overlap(settings.seeds, self._engine.n_envs)
             if self._engine.hint:
                 warn_caller(self._engine.hint)
             self._delivery = Delivery(self._engine, self._life, self._device)

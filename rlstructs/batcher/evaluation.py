@@ -36,7 +36,7 @@ def evaluate(
     """Does what `RL_Batcher.evaluate` does, with arguments that were checked."""
     _check_keys(engine)
     seeds = seeds_of(seed, len(engine.settings.seeds), "seed")
-    warn_of_overlap(seeds, engine.n_envs, 4)
+    warn_of_overlap(seeds, engine.n_envs)
     infos = engine.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
     plan = EpisodePlan(n_episodes, engine.n_elems, engine.transport.layout.n_timesteps, max_steps)
     with life.note_failures("evaluate", engine.is_halfway):

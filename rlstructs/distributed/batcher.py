@@ -24,7 +24,7 @@ from rlstructs.agent import RL_Agent
 from rlstructs.batcher.arguments import RAISE, RunSettings
 from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.batcher.engine import Engine
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, other_words
 from rlstructs.distributed import cluster
 from rlstructs.distributed.engine import start_ray_engine
 from rlstructs.distributed.lease import PartsLease
@@ -77,8 +77,7 @@ class RayBatcher(RL_Batcher):
         Exception: what `create_env` or `create_agent` raised in a worker.
     """
 
-    _stack_level = 4
-
+    @other_words(n_workers="n_processes", seed="seeds")
     def __init__(
         self, n_timesteps: int, create_agent: Callable[..., RL_Agent], agent_args: Mapping[str, Any],
         create_env: Callable[..., VecEnv], env_args: Mapping[str, Any], n_processes: int,

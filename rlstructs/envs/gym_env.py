@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlstructs.checks import hint_wrapper, other_words
 from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
@@ -77,6 +78,7 @@ class GymEnv(RowDefaults):
     _autoreset = False
     defers_resets = False
 
+    @other_words(seeds="seed")
     def __init__(
         self,
         envs: Sequence[gymnasium.Env[Any, Any]],
@@ -312,6 +314,7 @@ class GymEnvInf(GymEnv):
         (True, False, True)
     """
 
+    @other_words(seeds="seed")
     def __init__(
         self,
         envs: Sequence[gymnasium.Env[Any, Any]],
@@ -342,7 +345,7 @@ def _check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[A
     taken: set[int] = set()
     for k, env in enumerate(envs):
         if not isinstance(env, gymnasium.Env):
-            got = f"{type(env).__name__}, call it" if callable(env) else type(env).__name__
+            got = f"{type(env).__name__}, call it" if callable(env) else f"{type(env).__name__}{hint_wrapper(env)}"
             raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {got}")
         if id(innermost(env)) in taken:
             raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from rlstructs.checks import other_words
 from rlstructs.envs.action_arrays import Conversion, choose_conversion, keep_numpy
 from rlstructs.envs.array_values import as_numpy
 from rlstructs.envs.env_results import add_origin, check_step, read_reset
@@ -82,6 +83,7 @@ class GymVectorEnv(RowDefaults):
 
     writes_rows = True
 
+    @other_words(seeds="seed")
     def __init__(
         self,
         envs: Any,

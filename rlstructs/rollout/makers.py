@@ -11,7 +11,7 @@ import gymnasium
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.checks import call_factory
+from rlstructs.checks import PETTINGZOO_HINT, call_factory
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.envs.gym_vector import GymVectorEnv
@@ -60,6 +60,8 @@ class Makers:
         offered = {"n_envs": self._n_envs, "num_envs": self._n_envs, "seed": seed}
         arguments = select_arguments(self._make, offered, only_named=True)  # `gymnasium.make` has `**kwargs`
         first = call_factory("env is called", self._make, arguments)
+        if hasattr(first, "possible_agents") or hasattr(first, "max_num_agents"):
+            raise TypeError(f"env: it made a {type(first).__name__}{PETTINGZOO_HINT}")
         if isinstance(first, gymnasium.Env):
             rest = _without_check(self._make)
             envs = [first, *(rest(**arguments) for _ in range(self._n_envs - 1))]
@@ -73,7 +75,8 @@ class Makers:
             made = first
         n_envs = made.n_envs() if callable(getattr(made, "n_envs", None)) else self._n_envs
         if n_envs != self._n_envs:
-            raise SpecError(f"env: it made {n_envs} environments for a worker that needs {self._n_envs}")
+            slots = " (n_envs counts slots, one for each agent of an environment)" if hasattr(made, "agents") else ""
+            raise SpecError(f"env: it made {n_envs} environments for a worker that needs {self._n_envs}{slots}")
         self._spaces = {name: getattr(made, name, None) for name in ("observation_space", "action_space")}
         return made  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ import cloudpickle
 import torch
 
 from rlstructs.agent import RL_Agent, evaluation_mode, replay_agent
+from rlstructs.checks import MODULE_HINT
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.probe import check_batch_first, repeat_row
@@ -92,7 +93,8 @@ class _AgentCheck:
         self._name = type(first).__name__
         for method in METHODS:
             if not callable(getattr(first, method, None)):
-                raise TypeError(f"{self._name} has no method {method}(): subclass rlstructs.RL_Agent")
+                hint = MODULE_HINT if isinstance(first, torch.nn.Module) else ": subclass rlstructs.RL_Agent"
+                raise TypeError(f"{self._name} has no method {method}(){hint}")
 
     def check_calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
         """Runs an agent on a source, then on 1, 2 and all of its rows; returns what the agent saw on the source."""
@@ -210,6 +212,8 @@ class _AgentCheck:
 def _factory(agent: Any, agent_args: dict[str, Any]) -> Callable[[], Any]:
     """A function that makes agents as a worker does: from a pickled factory or a pickled agent."""
     if isinstance(agent, type) or not hasattr(agent, "initial_state"):
+        if isinstance(agent, torch.nn.Module):
+            raise TypeError(f"check_agent: needs an agent, got {type(agent).__name__}{MODULE_HINT}")
         if not callable(agent):
             raise TypeError(f"check_agent: needs an agent, or a factory of agents, got {type(agent).__name__}")
         check_pickles("create_agent", agent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from contextlib import closing
 from functools import partial
 
@@ -14,6 +16,7 @@ from rlstructs import (
     DictTensor,
     GymEnv,
     GymEnvInf,
+    GymVectorEnv,
     ModuleAgent,
     NormalizeObservation,
     RandomAgent,
@@ -21,6 +24,7 @@ from rlstructs import (
     SharedVectorEnv,
     SpecError,
     StateError,
+    make_vec,
 )
 from rlstructs.rollout.makers import Makers
 
@@ -241,3 +245,59 @@ def test_noise_of_the_network_itself_and_agents_of_ones_own_are_not_warned_of():
     for agent in (Wide(2, 1), ModuleAgent(Noisy(2, 1), Reaching.action_space, training=True), None):
         RL_Batcher.make(Reaching, agent, n_envs=2, n_workers=0).close()
     RL_Batcher.make(CARTPOLE, torch.nn.Linear(4, 2), n_envs=2, n_workers=0).close()
+
+
+class Several:
+    """The face of a PettingZoo environment."""
+
+    possible_agents = ("a", "b", "c")
+
+    def observation_space(self, agent):
+        return spaces.Box(-1, 1, (2,))
+
+    def reset(self, seed=None, options=None):
+        return {}, {}
+
+
+class Slots:
+    """Three slots of each environment."""
+
+    agents = Several.possible_agents
+
+    def __init__(self, n_envs):
+        self.n_envs = lambda: 3 * n_envs
+
+
+def test_environments_of_several_agents_are_told_of_parallel_envs_and_of_slots():
+    hint = r"Several.*, an environment of several agents: .*ParallelEnvs\(\[make, ...\], seed\).*n_envs .* counts slots"
+    for make in (
+        lambda: RL_Batcher.make(Several, n_envs=2, n_workers=0), lambda: GymEnvInf([Several()], 0),
+        lambda: RL_Batcher(2, Counting, {}, lambda seed: Several(), {}, 0, 0),
+        lambda: SharedVectorEnv([Several], 0),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, SpecError), match=hint):
+            make()
+    with pytest.raises(SpecError, match=r"made 6 environments for a worker that needs 2 \(n_envs counts slots"):
+        RL_Batcher.make(Slots, n_envs=2, n_workers=0)
+
+
+OTHER_WORDS = {
+    "n_workers": (lambda: RL_Batcher(2, Counting, {}, many, {}, n_workers=0), "RL_Batcher() has n_processes="),
+    "seed": (lambda: RL_Batcher(2, Counting, {}, many, {}, 0, seed=0), "RL_Batcher() has seeds="),
+    "n_processes": (lambda: SharedVectorEnv([one], n_processes=0), "SharedVectorEnv() has n_workers="),
+    "seeds": (lambda: SharedVectorEnv([one], seeds=0), "SharedVectorEnv() has seed="),
+    "num_envs": (lambda: SharedVectorEnv(num_envs=2), "SharedVectorEnv() has env_fns="),
+    "n_envs": (lambda: make_vec(CARTPOLE, n_envs=2), "make_vec() has num_envs="),
+    "n_processes of make_vec": (lambda: make_vec(CARTPOLE, n_processes=2), "make_vec() has n_workers="),
+    "seeds of GymEnvInf": (lambda: GymEnvInf([one()], seeds=0), "GymEnvInf() has seed="),
+    "seeds of GymEnv": (lambda: GymEnv([one()], seeds=0), "GymEnv() has seed="),
+    "seeds of GymVectorEnv": (lambda: GymVectorEnv(native(1), seeds=0), "GymVectorEnv() has seed="),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WORDS)
+def test_the_word_of_another_constructor_is_answered_with_ones_own(name):
+    call, words = OTHER_WORDS[name]
+    with pytest.raises(TypeError, match=f"^{re.escape(words)} in the place of {name.split(' ')[0]}="):
+        call()
+    assert "n_processes" in inspect.signature(RL_Batcher).parameters

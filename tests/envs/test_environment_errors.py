@@ -54,6 +54,7 @@ WRONG_STEPS = {
              r"terminated must be a bool, got array\(\[ True, False\]\)"),
     "cut": (lambda o, r, a, b, i: (o, r, a, np.array([True, False]), i), "truncated must be a bool, got array"),
     "reward": (lambda o, r, a, b, i: (o, [r, r], a, b, i), r"reward must be a number, got \[1.0, 1.0\]"),
+    "reward of shape (1,)": (lambda o, r, a, b, i: (o, np.array([r]), a, b, i), r"reward must be a number, got array"),
 }  # fmt: skip
 WRONG_RESETS = {
     "alone": (lambda o, i: o, RESET_ORDER + r"ndarray of shape \(2,\); an observation alone is " + OLD),

@@ -63,7 +63,7 @@ def check_observation_mode(mode: Any) -> Spaces | None:
 
 
 def choose_worker_count(n_workers: int | None, n_envs: int, max_concurrency: int | None = None) -> int:
-    """Returns the number of workers; by default one for each core that may be used, at most `n_envs`.
+    """Returns the number of workers, at most `n_envs`; by default one for each core that may be used.
 
     Args:
         n_workers: as the user gave it.
@@ -71,14 +71,11 @@ def choose_worker_count(n_workers: int | None, n_envs: int, max_concurrency: int
         max_concurrency: the most workers, None for no limit.
 
     Raises:
-        SpecError, TypeError: `n_workers` is no int from 0 to `n_envs`, or the limit is no int from 1 on.
+        SpecError, TypeError: `n_workers` is no int from 0 on, or the limit is no int from 1 on.
     """
     limit = n_envs if max_concurrency is None else check_count("max_concurrency", max_concurrency)
-    if n_workers is None:
-        return min(n_cores(), n_envs, limit)
-    if check_count("n_workers", n_workers, 0) > n_envs:
-        raise SpecError(f"n_workers must be at most {n_envs}, the number of environments of a group, got {n_workers}")
-    return min(int(n_workers), limit)
+    wanted = n_cores() if n_workers is None else check_count("n_workers", n_workers, 0)
+    return min(wanted, n_envs, limit)
 
 
 def choose_start_method(start_method: str | None, context: str | None) -> str | None:

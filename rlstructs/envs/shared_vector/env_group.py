@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
+from rlstructs.checks import PETTINGZOO_HINT
 from rlstructs.envs.env_results import check_step, read_reset
 from rlstructs.envs.shared_vector.columns import Columns
 from rlstructs.envs.shared_vector.step_results import Outcome
@@ -332,7 +333,8 @@ def _check_spaces(env: Any) -> None:
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(env, name, None), gymnasium.Space):
             wanted = f"needed is an environment whose {name} is a gymnasium.Space"
-            raise SpecError(f"env_fns: {wanted}, got {type(env).__name__} where it is {space!r}")
+            agents = PETTINGZOO_HINT if hasattr(env, "possible_agents") or hasattr(env, "max_num_agents") else ""
+            raise SpecError(f"env_fns: {wanted}, got {type(env).__name__} where it is {space!r}{agents}")
 
 
 def _copy_info(info: Any) -> Any:

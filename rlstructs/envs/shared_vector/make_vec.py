@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, other_words
 from rlstructs.envs.registry import env_factory, find_env
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.errors import SpecError
@@ -19,6 +19,7 @@ from rlstructs.errors import SpecError
 SYNC, ASYNC = "sync", "async"
 
 
+@other_words(n_processes="n_workers", n_envs="num_envs")
 def make_vec(
     env: str | EnvSpec | Callable[..., gymnasium.Env[Any, Any]],
     num_envs: int = 1,
@@ -35,7 +36,7 @@ def make_vec(
         env: an id or spec of gymnasium's registry, or a function that makes one environment. May be a lambda.
         num_envs: number of environments.
         n_workers: number of processes that share the environments; 0 steps them in this process, None for one per
-            core, at most one per environment.
+            core; there are at most as many as environments.
         vectorization_mode: gymnasium's: "sync" is `n_workers=0`; "async" and None change nothing.
         vector_kwargs: further arguments of `SharedVectorEnv`.
         wrappers: are applied to each environment, in this order.

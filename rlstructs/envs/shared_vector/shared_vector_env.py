@@ -24,7 +24,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from rlstructs.checks import check_count, check_timeout
+from rlstructs.checks import check_count, check_timeout, other_words
 from rlstructs.envs.shared_vector.arguments import (
     SAME,
     Spaces,
@@ -65,8 +65,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         env_fns: make the environments, which have equal spaces. May be lambdas. Where one returns an environment that
             another has returned already, a copy is used, as in a process of its own.
         n_workers: number of processes that share the environments, in order; 0 steps them in this process, one after
-            another; None for one per core, at most one per environment. Environments of one worker share the state of
-            modules and classes; with as many workers as environments none do, as in `AsyncVectorEnv`.
+            another; None for one per core. There are at most as many as environments of a group. Environments of one
+            worker share the state of modules and classes; with as many workers as environments none do, as in
+            `AsyncVectorEnv`.
         autoreset_mode: what happens to an environment whose episode ends.
         copy: whether observations are copies. Otherwise they are views that the next step overwrites.
         start_method: "forkserver" (the default on Linux), "spawn" (elsewhere) or "fork".
@@ -108,6 +109,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         ((4, 4), array([1., 1., 1., 1.]))
     """
 
+    @other_words(n_processes="n_workers", seeds="seed", n_envs="env_fns", num_envs="env_fns")
     def __init__(
         self,
         env_fns: Iterable[Callable[[], gymnasium.Env[Any, Any]]],

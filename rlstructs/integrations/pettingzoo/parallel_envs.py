@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.checks import other_words
 from rlstructs.envs.env_results import reward_array
 from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
 from rlstructs.envs.observation_columns import ObservationRows
@@ -78,6 +79,7 @@ class ParallelEnvs(RowDefaults):
         >>> env.close()
     """
 
+    @other_words(seeds="seed")
     def __init__(
         self,
         makers: Sequence[Callable[[], Any]],

@@ -889,7 +889,6 @@ def test_registered_classes_are_imported_by_the_workers_that_make_them(entry_poi
     [
         (([],), SpecError, "env_fns: needs at least one"),
         (([Basket, 3],), TypeError, r"env_fns\[1\] must be a function"),
-        (([Basket] * 2, 3), SpecError, "n_workers must be at most 2, the number of environments of a group, got 3"),
         (([Basket] * 2, -1), SpecError, "n_workers must be at least 0"),
         (([Basket] * 2, 1.0), TypeError, "n_workers must be an int"),
         (([Basket, lambda held=(i for i in range(3)): held], 2), TypeError, r"env_fns\[1\] cannot be sent to a worker"),
@@ -914,3 +913,10 @@ def test_what_is_wrong_with_an_argument_is_refused_and_nothing_is_left(arguments
         with pytest.raises(SpecError):
             SharedVectorEnv([Basket], 1, **wrong)
     assert worker_pids() == before
+
+
+@pytest.mark.parametrize(("n_envs", "n_groups", "n_workers"), [(1, 1, 1), (3, 1, 3), (4, 2, 2)])
+def test_there_are_at_most_as_many_workers_as_environments(n_envs, n_groups, n_workers):
+    with SharedVectorEnv([Basket] * n_envs, 7, n_groups=n_groups) as envs:
+        envs.reset(seed=0)
+        assert len(envs._host.pids) == n_workers
