@@ -23,6 +23,8 @@ DTYPES = {
 }  # fmt: skip
 # The most axes of an array, and the longest axis.
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
+# The number of a step that is not known; see `TemporalDictTensor.first_steps`.
+UNKNOWN = -1
 # The most characters that messages and tables show of a text, and of a name, that came from a file.
 LONGEST_TEXT, LONGEST_NAME = 500, 200
 

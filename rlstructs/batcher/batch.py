@@ -28,8 +28,8 @@ class Batch:
         versions: int64 (N,), the number of updates that each environment's agent had received.
 
     Attributes:
-        lengths: int64 (B,), the number of steps in each row.
-        n_timesteps: the longest of them.
+        lengths, first_steps: int64 (B,), as of a `TemporalDictTensor`.
+        n_timesteps: the longest of the lengths.
     """
 
     def __init__(self, sources: Sequence[tuple[Slots, np.ndarray]], versions: np.ndarray) -> None:
@@ -37,22 +37,34 @@ class Batch:
         rows = np.concatenate([rows for _, rows in sources])
         # Sorts the rows of several slot buffers by environment; None for a single one, which is sorted.
         self._order = None if len(sources) == 1 else np.argsort(rows)
-        lengths = np.concatenate([slots.lengths[rows] for slots, rows in sources])
         self._rows = rows if self._order is None else rows[self._order]
-        self.lengths = torch.from_numpy(lengths if self._order is None else lengths[self._order])
-        self.n_timesteps = int(lengths.max(initial=0))
+        self.lengths = self._join([slots.lengths[rows] for slots, rows in sources])
+        self.first_steps = self._join([slots.first_steps[rows] for slots, rows in sources])
+        self.n_timesteps = int(self.lengths.max()) if rows.size else 0
+
+    def _join(self, parts: Sequence[np.ndarray]) -> torch.Tensor:
+        """Joins numbers of rows, of each slot buffer, in the order of the batch."""
+        joined = np.concatenate(parts)
+        return torch.from_numpy(joined if self._order is None else joined[self._order])
+
+    def _wrap(self, info: Mapping[str, torch.Tensor], steps: Mapping[str, torch.Tensor]) -> Trajectories:
+        """The trajectories of an info and steps of this batch."""
+        found = TemporalDictTensor.trusted(steps, self.lengths, self.first_steps)
+        return Trajectories.trusted(DictTensor.trusted(info), found)
 
     def read(self, out: Trajectories | None = None) -> Trajectories:
         """Copies the batch into new memory, or into `out`, which was checked before."""
         info = self._info()
         if out is None:
-            steps = TemporalDictTensor.trusted(self._steps(), self.lengths)
-            return Trajectories.trusted(DictTensor.trusted(info), steps)
+            return self._wrap(info, self._steps())
         kept = out_argument.cut(out, len(self.lengths), self.n_timesteps)
         for key, tensor in info.items():
             kept.info[key].copy_(tensor)
         kept.lengths.copy_(self.lengths)
-        steps = TemporalDictTensor.trusted(self._steps(dict(kept.trajectories.items())), kept.lengths)
+        first_steps = self.first_steps
+        if kept.trajectories.first_steps is not None:
+            first_steps = kept.trajectories.first_steps.copy_(first_steps)
+        steps = TemporalDictTensor.trusted(self._steps(dict(kept.trajectories.items())), kept.lengths, first_steps)
         return Trajectories.trusted(kept.info, steps)
 
     def lend(self) -> Trajectories:
@@ -62,8 +74,7 @@ class Batch:
             loan = slots.lend(_rows_or_none(slots, rows), self.n_timesteps)
         else:
             loan = Loan({}, self._steps())
-        steps = TemporalDictTensor.trusted(loan, self.lengths)
-        return Trajectories.trusted(DictTensor.trusted(self._info()), steps)
+        return self._wrap(self._info(), loan)
 
     def lend_episodes(self) -> Trajectories:
         """Returns only the steps that episodes are found by; values in the padding are undefined."""
@@ -78,8 +89,7 @@ class Batch:
         if self._order is not None:
             order = torch.from_numpy(self._order)
             steps = {name: torch.cat([each[name] for each in found])[order] for name in steps}
-        info = DictTensor.trusted(self._row_info())
-        return Trajectories.trusted(info, TemporalDictTensor.trusted(steps, self.lengths))
+        return self._wrap(self._row_info(), steps)
 
     def release(self) -> None:
         """Marks the slots as read."""

@@ -160,7 +160,7 @@ class Lease(BaseLease):
         loan = self._loan = steps._tensors
         if is_guarded:
             guarded = {key: LeasedTensor.of(view, loan) for key, view in loan.views.items()}
-            steps = TemporalDictTensor.trusted(loan.with_views(guarded), steps.lengths)
+            steps = TemporalDictTensor.trusted(loan.with_views(guarded), steps.lengths, steps.first_steps)
         super().__init__(Trajectories.trusted(trajectories.info, steps), n_running, give_back)
 
     @property

@@ -69,7 +69,8 @@ def copy(trajectories: Trajectories, out: Trajectories) -> Trajectories:
 def cut(out: Trajectories, n_rows: int, n_timesteps: int) -> Trajectories:
     """Views of the first rows and timesteps."""
     steps = {key: tensor[:n_rows, :n_timesteps] for key, tensor in out.trajectories.items()}
+    first = out.trajectories.first_steps
     return Trajectories.trusted(
         DictTensor.trusted({key: tensor[:n_rows] for key, tensor in out.info.items()}),
-        TemporalDictTensor.trusted(steps, out.lengths[:n_rows]),
+        TemporalDictTensor.trusted(steps, out.lengths[:n_rows], None if first is None else first[:n_rows]),
     )

@@ -20,8 +20,6 @@ from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
 from rlstructs.shared.slot_columns import ACTION, FINAL, SEEN
 from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of, tensors_of
-from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 
@@ -37,10 +35,11 @@ class Part(Mapping[str, np.ndarray]):
         node: the index of the node.
         info: arrays with one entry for each row, (B, ...), by name.
         lengths: int64 (B,), the number of steps in each row.
+        first_steps: int64 (B,), as of a `TemporalDictTensor`.
     """
 
-    def __init__(self, node: int, recorded: RecordedSteps, info: Columns) -> None:
-        self.node, self.info, self.lengths = node, info, recorded.lengths
+    def __init__(self, node: int, recorded: RecordedSteps, first_steps: np.ndarray, info: Columns) -> None:
+        self.node, self.info, self.lengths, self.first_steps = node, info, recorded.lengths, first_steps
         self._recorded, self._copies = recorded, dict[str, np.ndarray]()
 
     @property
@@ -103,7 +102,7 @@ class PartBuilder:
         sources = sources_of(seen, {key: columns[ACTION + key] for key in self.layout.action})
         finals = partial(_get_finals, self._packing, blocks_of(self._packing, columns, FINAL))
         recorded = RecordedSteps(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
-        return Part(node, recorded, {name: columns[name] for name in self.layout.info})
+        return Part(node, recorded, columns["first_steps"], {name: columns[name] for name in self.layout.info})
 
     def build_lost(self, node: int, infos: Columns, n_rows: int) -> Part:
         """Builds the part of a node that has sent nothing: rows without steps.
@@ -152,6 +151,7 @@ class NodePartsBatch(Batch):
         self.node_parts, self._rows, self._versions, self._layout = node_parts, rows, versions, layout
         self._specs = specs_of_steps(layout.observation, layout.action)
         self.lengths = torch.from_numpy(np.concatenate([each.lengths for each in node_parts]))
+        self.first_steps = torch.from_numpy(np.concatenate([each.first_steps for each in node_parts]))
         self.n_timesteps = int(self.lengths.max()) if rows.size else 0
 
     def release(self) -> None:
@@ -171,7 +171,7 @@ class NodePartsBatch(Batch):
             for name, tensor in steps.items():
                 raw_of(tensor)[rows, : node_part.n_timesteps] = node_part[name]
         info = {"env_index": torch.from_numpy(self._rows), "policy_version": torch.from_numpy(self._versions)}
-        return Trajectories.trusted(DictTensor.trusted(info), TemporalDictTensor.trusted(steps, self.lengths))
+        return self._wrap(info, steps)
 
     lend_episodes = lend
 

@@ -23,7 +23,7 @@ from rlstructs.structures.arrays import raw_of, tensor_of
 # The columns that describe drawn rows.
 INDEX, LEAF, MASK, IS_FIRST, DISCOUNT = "index", "leaf", "mask", "is_first", "discount"
 # The columns of steps besides their values; the slash keeps these names apart from those of tensors.
-LENGTHS, LANES, DONE, STARTS = "/lengths", "/lanes", "/done", "/starts"
+LENGTHS, LANES, DONE, STARTS, FIRST_STEPS = "/lengths", "/lanes", "/done", "/starts", "/first_steps"
 DATA = "data"  # the column of a file
 FORMAT = "npz"
 
@@ -58,7 +58,8 @@ class ShardFile(NamedTuple):
 
 def columns_of(steps: Steps) -> Columns:
     """The columns that are sent to a shard for these steps: values by name, and what else describes them."""
-    marks = {LENGTHS: steps.lengths, LANES: steps.lanes, DONE: steps.done, STARTS: steps.starts}
+    marks = {LENGTHS: steps.lengths, LANES: steps.lanes, DONE: steps.done, STARTS: steps.starts,
+             FIRST_STEPS: steps.first_steps}  # fmt: skip
     return {**steps.values, **{name: each for name, each in marks.items() if each is not None}}
 
 
@@ -204,7 +205,7 @@ class Shard:
         values = {name: tensor_of(np.array(columns[name]), dtype) for name, dtype in dtypes.items()}
         n_timesteps = int(next(iter(values.values())).shape[1])
         self._memory.largest = largest
-        marks = columns[LENGTHS], columns[LANES], columns.get(DONE), columns.get(STARTS)
+        marks = columns[LENGTHS], columns[LANES], columns.get(DONE), columns.get(STARTS), columns.get(FIRST_STEPS)
         self._memory.add_steps(Steps(values, n_timesteps, *marks))
 
     def sample(self, names: Sequence[str], n: int, settings: Mapping[str, Any]) -> ShardSample:

@@ -25,7 +25,7 @@ class LaneWriter:
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str]) -> None:
         """Does what `Memory.add_trajectories` does."""
         steps, columns = _take(trajectories, names, self.storage), self.storage.columns
-        write_steps(convert_steps(steps, columns, columns.specs), steps, self.storage.write)
+        write_steps(convert_steps(steps, columns, columns.specs), steps, self.storage, self.storage.write)
 
 
 class MemoryFeed:

@@ -15,6 +15,7 @@ from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.store import Storage
 from rlstructs.replay.values import encoded, find_marks, host_array, host_arrays, to_bits
 
 # A function with the arguments of `Storage.write`.
@@ -153,7 +154,7 @@ class Intake:
             tensors.plan(name, dtype, specs[name].shape)
         if tensors.planned:
             tensors.allocate()
-        write_steps(block, steps, write)
+        write_steps(block, steps, tensors.storage, write)
 
 
 def convert_steps(steps: Steps, columns: Columns, specs: Mapping[str, Spec]) -> dict[str, Any]:
@@ -177,9 +178,11 @@ def convert_steps(steps: Steps, columns: Columns, specs: Mapping[str, Spec]) -> 
     return block
 
 
-def write_steps(block: Mapping[str, Any], steps: Steps, write: Write) -> None:
-    """Writes steps, of which `block` holds the values as columns take them."""
-    steps.with_ends(find_marks({name: block[name] for name in ENDS if name in block})).write(block, write)
+def write_steps(block: Mapping[str, Any], steps: Steps, storage: Storage, write: Write) -> None:
+    """Writes steps to a store by `write`; `block` holds their values as columns take them."""
+    ends = find_marks({name: block[name] for name in ENDS if name in block})
+    steps.after(storage).with_ends(ends).write(block, write)
+    steps.record(storage)
 
 
 def _choose_first(values: Mapping[str, Any]) -> str:

@@ -373,7 +373,8 @@ class Memory(CopiedWhole, ABC):
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
-        return {**sizes, "tensors": self._tensors.describe(), "rng": plain_state(self._rng)}
+        own = {"tensors": self._tensors.describe(), "following": self._storage.following()}
+        return {**sizes, **own, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         """More arrays that a subclass saves."""

@@ -13,7 +13,16 @@ from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
 from rlstructs.files.archives import Reader
 from rlstructs.memories.tensors import Tensors
-from rlstructs.replay.claims import Claims, check_counters, check_episodes, dtype_called, generator_in, row_shape, whole
+from rlstructs.replay.claims import (
+    Claims,
+    check_counters,
+    check_episodes,
+    dtype_called,
+    following_in,
+    generator_in,
+    row_shape,
+    whole,
+)
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
 from rlstructs.replay.roles import ENDS
@@ -45,11 +54,11 @@ def plan_restore(
     specs = check_tensors(tensors, path, state["tensors"])
     claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
     episodes = _check_episodes(memory, more, claims)
-    generator = generator_in(state["rng"])
+    generator, following = generator_in(state["rng"]), following_in(state, memory.num_envs)
     restore_more = memory._plan_more(more, state, claims)
 
     def restore() -> None:
-        tensors.storage.restore(claims.ring.counters, episodes)  # old files have no episodes
+        tensors.storage.restore(claims.ring.counters, episodes, following)  # old files have no episodes
         memory._rng = generator
         restore_more()
 

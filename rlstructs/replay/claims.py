@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import DTYPES, MOST_AXES, clean_text
+from rlstructs.checks import DTYPES, MOST_AXES, UNKNOWN, clean_text
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.episodes import LENGTH, TIME
 from rlstructs.replay.objects import OBJECT
@@ -64,6 +64,18 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {clean_text(repr(value))}, needed is a whole number from {least} to {most}")
     return value
+
+
+def following_in(state: Mapping[str, Any], n_lanes: int) -> np.ndarray:
+    """What `Storage.following` returned for a file, int64 (n_lanes,); `UNKNOWN` for files of earlier versions.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = state.get("following", [UNKNOWN] * n_lanes)
+    if not isinstance(found, list) or len(found) != n_lanes:
+        raise ValueError(f"the following steps are {clean_text(repr(found))}, needed is a list of {n_lanes} numbers")
+    return np.array([whole("a following step", number, UNKNOWN) for number in found], np.int64)
 
 
 def flag(name: str, value: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing
+from rlstructs.replay.continuity import N_NUMBERS, Continuity
 from rlstructs.replay.ring import HEAD, N_COUNTERS, RESERVED
 
 # After the counters of the lanes: how often rows that were there have changed, and whether a program has live tensors.
@@ -17,7 +18,7 @@ N_NOTES = 2
 
 
 class Counters:
-    """Three int64 for each lane (see `Ring`), and two for the store.
+    """Three int64 for each lane (see `Ring`), three more (see `Continuity`), and two for the store.
 
     Args:
         n_lanes: number of lanes.
@@ -28,14 +29,22 @@ class Counters:
     """
 
     def __init__(self, n_lanes: int, backing: Backing) -> None:
-        self._block = backing.allocate("counters", (N_COUNTERS * n_lanes + N_NOTES) * 8)
+        self._block = backing.allocate("counters", ((N_COUNTERS + N_NUMBERS) * n_lanes + N_NOTES) * 8)
         self.shown: np.ndarray | None = None
         self._settle: Callable[[], None] | None = None
 
     @property
     def shared(self) -> np.ndarray:
         """The counters that all processes share, int64 (3, n_lanes)."""
-        return self._block.bytes().view(np.int64)[:-N_NOTES].reshape(N_COUNTERS, -1)
+        return self._of_lanes()[:N_COUNTERS]
+
+    @property
+    def continuity(self) -> Continuity:
+        """Which steps of their environments the newest rows are, which all processes share."""
+        return Continuity(self._of_lanes()[N_COUNTERS:])
+
+    def _of_lanes(self) -> np.ndarray:
+        return self._block.bytes().view(np.int64)[:-N_NOTES].reshape(N_COUNTERS + N_NUMBERS, -1)
 
     @property
     def notes(self) -> np.ndarray:

@@ -14,6 +14,7 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.roles import is_beside
+from rlstructs.replay.store import Storage
 from rlstructs.replay.values import find_marks, host_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -100,6 +101,7 @@ class Steps:
         lanes: int64 (B,), the lane of each trajectory; those of one lane follow one another.
         done: bool (B, T), where episodes end; None if no key says so.
         starts: bool (B, T), where one begins even if the one before has not ended; None for nowhere.
+        first_steps: int64 (B,), see `TemporalDictTensor.first_steps`; None if none is known.
     """
 
     values: dict[str, Any]
@@ -108,6 +110,7 @@ class Steps:
     lanes: np.ndarray
     done: np.ndarray | None = None
     starts: np.ndarray | None = None
+    first_steps: np.ndarray | None = None
 
     def valid(self) -> np.ndarray:
         """Which steps are valid, bool (B, T)."""
@@ -116,8 +119,25 @@ class Steps:
     def at(self, index: Any) -> Steps:
         """Some of the trajectories."""
         values = {name: each[index] for name, each in self.values.items()}
-        done, starts = (None if marks is None else marks[index] for marks in (self.done, self.starts))
-        return Steps(values, self.n_timesteps, self.lengths[index], self.lanes[index], done, starts)
+        marks = (None if each is None else each[index] for each in (self.done, self.starts, self.first_steps))
+        return Steps(values, self.n_timesteps, self.lengths[index], self.lanes[index], *marks)
+
+    def after(self, storage: Storage) -> Steps:
+        """The same steps, for a store; where a trajectory does not follow the rows of its lane an episode begins."""
+        if self.first_steps is None:
+            return self
+        found = storage.counters.continuity.find_gaps(self.lanes, self.first_steps, self.lengths, storage.ring)
+        if not found.any():
+            return self
+        starts = np.zeros((len(self.lengths), self.n_timesteps), bool) if self.starts is None else self.starts.copy()
+        starts[:, 0] |= found
+        return replace(self, starts=starts)
+
+    def record(self, storage: Storage) -> None:
+        """Records in a store which steps of their environments these are, after they were written."""
+        if self.first_steps is not None:
+            with storage.lock:
+                storage.counters.continuity.record(self.lanes, self.first_steps, self.lengths, storage.ring)
 
     def one_after_another(self) -> Steps:
         """Joins all valid steps to one trajectory (1, n, ...) of lane 0, with a start where each of them began."""
@@ -209,6 +229,7 @@ def take_steps(
 ) -> Steps:  # fmt: skip
     """Does what `take_trajectories` does, for existing keys and lanes (B,); `beside` holds further keys, (B, T)."""
     lengths = host_array("lengths", steps.lengths)
+    first_steps = None if steps.first_steps is None else host_array("first_steps", steps.first_steps)
     # Not all of them: where steps are leased, some would be copied for nothing.
     tensors = {**steps.find({*names.values(), *STEP_ENDS, STEP_START}), **beside}
     found = Steps(
@@ -218,6 +239,7 @@ def take_steps(
         np.zeros(len(lengths), np.int64) if lanes is None else lanes,
         find_marks({key: tensors[key] for key in STEP_ENDS if key in tensors}),
         find_marks({key: tensors[key] for key in (STEP_START,) if key in tensors}),
+        first_steps,
     )
     if lanes is None:
         return found.one_after_another()

@@ -171,6 +171,7 @@ class Intake:
         steps = self._take(trajectories, names)
         if steps.lengths.any():
             self.write_steps(self.convert(steps.values, self.unknown, self.missing), steps)
+            steps.record(self.storage)
 
     def _take(self, trajectories: Trajectories, names: Mapping[str, str] | None) -> Steps:
         """Finds and checks the steps of a batch."""
@@ -178,6 +179,7 @@ class Intake:
         steps = take_trajectories(trajectories, self.default_names if names is None else names, n_lanes)
         values = self.prepare_columns(steps.for_columns(self.specs))
         steps = replace(steps, values=values).with_ends(self.find_ends(values))
+        steps = steps.after(self.storage)
         self.check_steps(steps)
         return steps
 

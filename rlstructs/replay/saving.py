@@ -20,6 +20,7 @@ from rlstructs.replay.claims import (
     check_counters,
     check_episodes,
     check_slots,
+    following_in,
     generator_in,
     plain_state,
     spec_in,
@@ -90,6 +91,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         "capacity": columns.capacity,
         "alignment": storage.alignment,
         "n_slots": n_slots,
+        "following": storage.following(),
         "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
         "linked": {name: link.source for name, link in columns.links.items()},
         "rng": plain_state(buffer._rng),
@@ -217,7 +219,7 @@ def _restorer(
     for name, parts in links.items():
         check_link(name, parts, arrays.specs[f"{LINKS}{name}/values"], specs[name], (n_lanes, capacity))
     more = {name: arrays.read(MORE + name) for name in arrays.inside(MORE).specs}
-    generator = generator_in(state["rng"])
+    generator, following = generator_in(state["rng"]), following_in(state, n_lanes)
     restore_own = buffer._restorer(state["own"], more, claims)
     values = {name: object_files.from_json(name, text, (n_lanes, n_slots)) for name, text in objects.items()}
     inner_rooms = _inner_restorers(buffer, path, arrays, state, n_bytes)
@@ -234,7 +236,7 @@ def _restorer(
             for name, array in values.items():
                 storage.columns.restore_slots(name, array)
             restore_columns(storage, arrays, linked, links, counters)
-            storage.restore(counters, episodes)
+            storage.restore(counters, episodes, following)
             buffer._rng = generator
             restore_own()
 

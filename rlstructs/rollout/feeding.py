@@ -74,5 +74,6 @@ class Feed:
             "env_index": torch.arange(slots.first, slots.first + slots.n, device="cpu"),
             POLICY_VERSION: torch.full((slots.n,), self.version_before + version, dtype=torch.int64, device="cpu"),
         }
-        steps = TemporalDictTensor.trusted(slots.lend(None, n_timesteps), torch.from_numpy(slots.lengths))
+        lengths, first_steps = torch.from_numpy(slots.lengths), torch.from_numpy(slots.first_steps)
+        steps = TemporalDictTensor.trusted(slots.lend(None, n_timesteps), lengths, first_steps)
         self.writer.add_trajectories(Trajectories.trusted(DictTensor.trusted(info), steps), self.names)

@@ -25,7 +25,7 @@ from rlstructs.rollout.feeding import Feed
 from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
-from rlstructs.rollout.progress import Clock, Progress, RolloutReply
+from rlstructs.rollout.progress import Clock, Progress, RolloutReply, begin_counts
 from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns, initial_state
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.module_state import update_agent
@@ -59,6 +59,7 @@ class RolloutJob:
             a reset.
         clock: how the worker has spent its time.
         methods: how an exact state brings back each environment, once that is known.
+        next_steps: int64 (E,), the number of each environment's next step; see `TemporalDictTensor.first_steps`.
     """
 
     index: int
@@ -96,6 +97,7 @@ class RolloutJob:
         self.error: BaseException | None = None
         self.methods: list[str] | None = None
         self.progress: list[Progress] = []
+        self.next_steps = begin_counts(self.env.n_envs())
         self._groups: Sequence[SplitEnv] = ()  # empty where all environments are stepped together
         self._group_slots: list[list[Slots]] = []
         self.clock = Clock()
@@ -147,6 +149,7 @@ class RolloutJob:
     def begin_episodes(self) -> None:
         """Resets every environment, with the `env_info/` rows of the slots."""
         observation = self.env.reset_rows(self.slots[0].info("env_info/").clone())
+        self.next_steps += 1  # the number that is left out says that the next steps do not follow
         self.progress = [
             Progress(observation.take(np.array(rows)), np.arange(len(rows))) for rows in self._group_rows()
         ]
@@ -173,7 +176,9 @@ class RolloutJob:
                 slots.empty()  # of an earlier rollout
                 return self._reply([])
             began = perf_counter()
+            slots.first_steps[...] = self.next_steps
             self._acquire(number, slots)
+            self.next_steps += slots.lengths
             if self._feed is not None:
                 self._feed.write(slots, number, self._inbox.version)
             self.clock.busy += perf_counter() - began

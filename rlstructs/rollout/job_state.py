@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.snapshots.env_state import choose_methods, name_env
 from rlstructs.envs.snapshots.methods import NEW_EPISODE, CopyError, NewEnvs, make_tokens
@@ -35,6 +37,7 @@ class Content:
         progress: of the job; empty before a reset, or where new episodes begin.
         clock: of the job.
         streams: of the process.
+        next_steps: of the job.
     """
 
     env: RowEnv | None
@@ -42,6 +45,7 @@ class Content:
     progress: list[Progress]
     clock: Clock
     streams: tuple[Any, ...]
+    next_steps: np.ndarray | None = None
 
 
 def take_job_state(job: RolloutJob, best: bool) -> JobState:
@@ -73,7 +77,7 @@ def _take(job: RolloutJob, best: bool, streams: tuple[Any, ...]) -> JobState:
         env, progress, tokens = None, [], {}
     else:
         env, progress, tokens = job.env, job.progress, make_tokens(singles, methods)
-    content = Content(env, _find_agent_state(job.agent), progress, job.clock, streams)
+    content = Content(env, _find_agent_state(job.agent), progress, job.clock, streams, job.next_steps)
     return JobState([name_env(single.env) for single in singles], methods, _pickle(content, tokens), why)
 
 
@@ -149,6 +153,8 @@ def load_job_state(job: RolloutJob, state: JobState, seed: int) -> None:
     _set_agent(job, content.agent)
     job.set_env(content.env)
     job.progress, job.clock = content.progress, content.clock
+    if content.progress and content.next_steps is not None:  # otherwise new episodes begin, in this job's own count
+        job.next_steps = content.next_steps
     if state.begins_episodes:
         job.begin_episodes()
     restore_streams(content.streams)

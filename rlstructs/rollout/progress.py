@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,15 @@ class RolloutReply(NamedTuple):
     clock: tuple[int, float, float, float]
     version: int
     statistics: dict[str, Moments]
+
+
+def begin_counts(n: int) -> np.ndarray:
+    """The numbers of the first steps of n environments, int64 (n,), to which no other environment's count comes.
+
+    They are drawn anew in each process, seeded or not, so that two batchers never seem to go on with each other's
+    steps.
+    """
+    return (np.frombuffer(os.urandom(8 * n), np.uint64) >> 4).astype(np.int64)
 
 
 @dataclass

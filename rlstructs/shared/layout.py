@@ -89,6 +89,7 @@ class Layout:
             yield name, shape, dtype, False
         yield "reset", (n_timesteps,), torch.bool, False
         yield "lengths", (), torch.int64, False
+        yield "first_steps", (), torch.int64, False
         for name, shape, dtype in self._blocks():
             yield f"_observation/{name}", (n_timesteps, *shape), dtype, True
 

@@ -6,6 +6,7 @@
     agent_state/k, agent_info/k, env_info/k   (N, ...)   their values before the first step
     reset           (N, T)          whether `_observation` is valid at t
     lengths         (N,)            number of steps
+    first_steps     (N,)            number of the first step in its environment's count
 
 An observation is stored once, in one column for each of its blocks (`packing.py`). Pages of `_observation` take memory
 only where an episode ended.
@@ -62,6 +63,7 @@ class Slots:
         self.n = layout.n_slots if n is None else n
         self._columns = {field.name: _column(field, buffer)[first : first + self.n] for field in layout.fields}
         self.lengths: np.ndarray = self._columns["lengths"].numpy()
+        self.first_steps: np.ndarray = self._columns["first_steps"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()
         self._packing = layout.packing()
         self._final = self._blocks("_observation/")

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from rlstructs.checks import UNKNOWN
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
 from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
 from rlstructs.workers.public_names import set_module
 
 LENGTHS = "lengths"
+# The first steps beside the tensors, in copies and files alone.
+FIRST_STEPS = "@first_steps"
 
 
 @set_module("rlstructs")
@@ -25,6 +28,14 @@ class TemporalDictTensor(TensorMap):
     Args:
         from_dict: name -> tensor (B, T, ...); nested mappings are flattened to keys joined with `/`.
         lengths: int64 (B,), each in [0, T]; None if no row has padding.
+        first_steps: int64 (B,), see the attribute of this name; None if none is known.
+
+    Attributes:
+        lengths: int64 (B,), the number of valid steps of each row.
+        first_steps: int64 (B,), the number of each row's first step in its environment's own count, -1 where that is
+            not known; None if none is. Batchers count on from one rollout to the next, and leave out a number where
+            steps do not follow those before; the count begins anywhere. Memories end an episode where a row does not
+            follow the one before. `==`, `numpy`, `jax`, `warp` and `to_tensordict` leave it out.
 
     Raises:
         TypeError: a value is not a tensor.
@@ -43,28 +54,39 @@ class TemporalDictTensor(TensorMap):
 
     _kind = "TemporalDictTensor"
     lengths: torch.Tensor
+    first_steps: torch.Tensor | None
 
     def __init__(
-        self, from_dict: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None
-    ) -> None:
+        self, from_dict: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None,
+        first_steps: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._tensors = {} if from_dict is None else flatten(from_dict, "TemporalDictTensor")
         self.lengths = _full_lengths(self._tensors) if lengths is None else lengths
+        self.first_steps = first_steps
         self._check()
 
     @classmethod
-    def trusted(cls, tensors: Mapping[str, torch.Tensor], lengths: torch.Tensor) -> TemporalDictTensor:
-        """Wraps a flat mapping and lengths that are known to be right, without checks or a copy."""
+    def trusted(
+        cls, tensors: Mapping[str, torch.Tensor], lengths: torch.Tensor, first_steps: torch.Tensor | None = None
+    ) -> TemporalDictTensor:
+        """Wraps a flat mapping, lengths and first steps that are known to be right, without checks or a copy."""
         made = cls.__new__(cls)
-        made._tensors, made.lengths = tensors, lengths
+        made._tensors, made.lengths, made.first_steps = tensors, lengths, first_steps
         return made
 
     def _check(self) -> None:
         lengths, first = self.lengths, next(iter(self._tensors), None)
-        if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int64 or lengths.ndim != 1:
-            got = show(lengths) if isinstance(lengths, torch.Tensor) else type(lengths).__name__
-            raise SpecError(f"TemporalDictTensor: lengths must be int64 (B,), got {got}")
-        if LENGTHS in self._tensors:
-            raise SpecError(f"TemporalDictTensor: no tensor may be called {LENGTHS!r}")
+        _check_numbers(LENGTHS, lengths)
+        if self.first_steps is not None:
+            _check_numbers("first_steps", self.first_steps)
+            if self.first_steps.shape != lengths.shape or self.first_steps.device != lengths.device:
+                raise SpecError(
+                    f"TemporalDictTensor: first_steps is {show(self.first_steps)} on {self.first_steps.device}, "
+                    f"expected {show(lengths)} on {lengths.device} (from lengths)"
+                )
+        for name in (LENGTHS, FIRST_STEPS):
+            if name in self._tensors:
+                raise SpecError(f"TemporalDictTensor: no tensor may be called {name!r}")
         for key, tensor in self._tensors.items():
             if tensor.device != lengths.device:
                 raise SpecError(
@@ -84,22 +106,27 @@ class TemporalDictTensor(TensorMap):
                 )
 
     def _tree(self) -> dict[str, torch.Tensor]:
+        return self._shown() if self.first_steps is None else {**self._shown(), FIRST_STEPS: self.first_steps}
+
+    def _shown(self) -> dict[str, torch.Tensor]:
         return {**self._tensors, LENGTHS: self.lengths}
 
     @classmethod
     def _from_tree(cls, tree: Mapping[str, Any]) -> TemporalDictTensor:
-        lengths = tree.get(LENGTHS)
+        tensors = dict(tree)
+        lengths, first_steps = tensors.pop(LENGTHS, None), tensors.pop(FIRST_STEPS, None)
         if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int32:
             lengths = lengths.long()  # jax has only 32 bits by default
-        return cls({key: leaf for key, leaf in tree.items() if key != LENGTHS}, lengths)
+        return cls(tensors, lengths, first_steps)
 
     @classmethod
     def _from_trusted(cls, tree: dict[str, torch.Tensor]) -> TemporalDictTensor:
-        return cls.trusted({key: leaf for key, leaf in tree.items() if key != LENGTHS}, tree[LENGTHS])
+        tensors = dict(tree)
+        return cls.trusted(tensors, tensors.pop(LENGTHS), tensors.pop(FIRST_STEPS, None))
 
     def _content(self) -> dict[str, torch.Tensor]:
-        """The tree with zeros in the padding, whose values do not matter."""
-        return self.zero_padding()._tree()
+        """The tree with zeros in the padding, whose values do not matter, and without the count of a batcher."""
+        return self.zero_padding()._shown()
 
     def n_elems(self) -> int:
         """Number of rows, B."""
@@ -137,7 +164,7 @@ class TemporalDictTensor(TensorMap):
             key: torch.where(mask.view(*mask.shape, *[1] * (t.ndim - 2)), t, torch.zeros_like(t))
             for key, t in self._tensors.items()
         }
-        return self.trusted(zeroed, self.lengths.clone())
+        return self.trusted(zeroed, self.lengths.clone(), _copy(self.first_steps))
 
     def get(self, keys: Iterable[str], clone: bool = False) -> TemporalDictTensor:
         """A TemporalDictTensor of some of the tensors, which are shared unless `clone`.
@@ -145,7 +172,7 @@ class TemporalDictTensor(TensorMap):
         Raises:
             MissingKeyError: there is no such key.
         """
-        picked = self.trusted(self._pick(keys), self.lengths)
+        picked = self.trusted(self._pick(keys), self.lengths, self.first_steps)
         return picked.clone() if clone else picked
 
     def set(self, key: str, value: torch.Tensor) -> TemporalDictTensor:
@@ -158,7 +185,7 @@ class TemporalDictTensor(TensorMap):
             TypeError, SpecError: it does not fit; nothing changes.
         """
         new = self.empty() and self.lengths.numel() == 0
-        made = TemporalDictTensor({**self._tensors, key: value}, None if new else self.lengths)
+        made = TemporalDictTensor({**self._tensors, key: value}, None if new else self.lengths)  # checks
         self._tensors, self.lengths = made._tensors, made.lengths
         return self
 
@@ -168,7 +195,8 @@ class TemporalDictTensor(TensorMap):
         if isinstance(index, int):
             index = slice(self._row(index), self._row(index) + 1)
         rows = DictTensor.trusted(self._tree()).index(index)
-        return self.trusted({key: rows[key] for key in self._tensors}, rows[LENGTHS])
+        first_steps = None if self.first_steps is None else rows[FIRST_STEPS]
+        return self.trusted({key: rows[key] for key in self._tensors}, rows[LENGTHS], first_steps)
 
     def slice(self, index_from: int, index_to: int | None = None) -> TemporalDictTensor:
         """Views of rows `index_from` to `index_to - 1`; with one argument, of that row as 1 x T."""
@@ -186,7 +214,8 @@ class TemporalDictTensor(TensorMap):
     def shorten(self) -> TemporalDictTensor:
         """Views without the timesteps that are padding in every row; the lengths are a copy."""
         longest = int(self.lengths.max()) if self.lengths.numel() else 0
-        return self.trusted({key: t[:, :longest] for key, t in self._tensors.items()}, self.lengths.clone())
+        steps = {key: t[:, :longest] for key, t in self._tensors.items()}
+        return self.trusted(steps, self.lengths.clone(), _copy(self.first_steps))
 
     def temporal_slice(self, index_from: int, index_to: int) -> TemporalDictTensor:
         """Views of timesteps `index_from` to `index_to - 1`, with the lengths that remain.
@@ -198,7 +227,9 @@ class TemporalDictTensor(TensorMap):
             raise SpecError(f"temporal_slice: needs 0 <= from <= to, got {index_from} and {index_to}")
         index_to = min(index_to, max(index_from, self.n_timesteps()))
         lengths = (self.lengths - index_from).clamp(0, index_to - index_from)
-        return self.trusted({key: t[:, index_from:index_to] for key, t in self._tensors.items()}, lengths)
+        first = self.first_steps
+        first = None if first is None else torch.where(first == UNKNOWN, first, first + index_from)
+        return self.trusted({key: t[:, index_from:index_to] for key, t in self._tensors.items()}, lengths, first)
 
     def temporal_index(self, index_t: int) -> DictTensor:
         """Views of all B rows at time `index_t`, padding included; a negative time counts from T."""
@@ -251,7 +282,9 @@ class TemporalDictTensor(TensorMap):
         grown = {
             key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()
         }
-        return self.trusted(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]))
+        first = self.first_steps
+        first = None if first is None else torch.cat([first, first.new_full((missing,), UNKNOWN)])
+        return self.trusted(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]), first)
 
     @staticmethod
     def cat(tensors: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
@@ -270,10 +303,17 @@ class TemporalDictTensor(TensorMap):
         for key, column in columns.items():
             check_alike("TemporalDictTensor.cat", key, column, axes=2)
         cat = {key: _cat_padded(column) for key, column in columns.items()}
-        return TemporalDictTensor.trusted(cat, torch.cat([part.lengths for part in parts]))
+        first = None
+        if any(part.first_steps is not None for part in parts):
+            first = torch.cat([part._first_steps_or_unknown() for part in parts])
+        return TemporalDictTensor.trusted(cat, torch.cat([part.lengths for part in parts]), first)
+
+    def _first_steps_or_unknown(self) -> torch.Tensor:
+        """The first steps, `UNKNOWN` in all rows if there are none."""
+        return torch.full_like(self.lengths, UNKNOWN) if self.first_steps is None else self.first_steps
 
     def copy_(self, source: TemporalDictTensor, source_indexes: Index, destination_indexes: Index) -> None:
-        """Copies rows of `source` and their lengths to rows of this object, in place.
+        """Copies rows of `source`, their lengths and first steps to rows of this object, in place.
 
         Each row is copied up to its length; the rest of it becomes zeros.
 
@@ -297,6 +337,9 @@ class TemporalDictTensor(TensorMap):
             block[:, :steps] = rows[key]
             put_rows(tensor, rows_to, block)
         self.lengths[rows_to] = rows.lengths.to(self.device())
+        if self.first_steps is not None or rows.first_steps is not None:
+            self.first_steps = self._first_steps_or_unknown()
+            self.first_steps[rows_to] = rows._first_steps_or_unknown().to(self.device())
 
     def __repr__(self) -> str:
         low, high = (self.lengths.min(), self.lengths.max()) if len(self) else (0, 0)
@@ -304,6 +347,17 @@ class TemporalDictTensor(TensorMap):
         fields = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={lengths}"]
         fields += [f"device={self.device()}", *(f"{key}={show(t)}" for key, t in self.items())]
         return f"TemporalDictTensor({', '.join(fields)})"
+
+
+def _check_numbers(name: str, numbers: Any) -> None:
+    """Raises SpecError unless these are int64 (B,)."""
+    if not isinstance(numbers, torch.Tensor) or numbers.dtype != torch.int64 or numbers.ndim != 1:
+        got = show(numbers) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
+        raise SpecError(f"TemporalDictTensor: {name} must be int64 (B,), got {got}")
+
+
+def _copy(numbers: torch.Tensor | None) -> torch.Tensor | None:
+    return None if numbers is None else numbers.clone()
 
 
 def _full_lengths(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

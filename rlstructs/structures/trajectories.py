@@ -63,6 +63,9 @@ class Trajectories(Structure):
     def _tree(self) -> dict[str, Any]:
         return {"info": self.info._tree(), "trajectories": self.trajectories._tree()}
 
+    def _shown(self) -> dict[str, Any]:
+        return {"info": self.info._shown(), "trajectories": self.trajectories._shown()}
+
     @classmethod
     def _from_tree(cls, tree: Mapping[str, Any]) -> Trajectories:
         return cls(

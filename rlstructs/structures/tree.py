@@ -34,6 +34,10 @@ class Structure:
         """The tensors, not copied: name -> tensor, or name -> such a mapping."""
         raise NotImplementedError
 
+    def _shown(self) -> Mapping[str, Any]:
+        """The part of the tree that other libraries are given."""
+        return self._tree()
+
     @classmethod
     def _from_tree(cls: type[S], tree: Tree) -> S:
         """Makes a structure from a tree and checks it."""
@@ -103,7 +107,7 @@ class Structure:
         Raises:
             SpecError: numpy lacks a dtype.
         """
-        return interop.to_numpy(self._tree(), view)
+        return interop.to_numpy(self._shown(), view)
 
     def jax(self) -> dict[str, Any]:
         """Copies the tensors to jax arrays; 64-bit numbers become 32-bit unless jax_enable_x64 is set.
@@ -111,7 +115,7 @@ class Structure:
         Raises:
             SpecError: an integer does not fit into 32 bits, or jax lacks a dtype.
         """
-        return interop.to_jax(self._tree())
+        return interop.to_jax(self._shown())
 
     def warp(self, view: bool = False) -> dict[str, Any]:
         """The tensors as warp arrays.
@@ -122,7 +126,7 @@ class Structure:
         Raises:
             SpecError: a tensor has no axis, more than 4, or a dtype that warp lacks.
         """
-        return interop.to_warp(self._tree(), view)
+        return interop.to_warp(self._shown(), view)
 
     @classmethod
     def from_numpy(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
@@ -144,7 +148,7 @@ class Structure:
 
         A key with `/` becomes a key of a nested TensorDict. Needs the extra `tensordict`.
         """
-        return interop.to_tensordict(self._tree(), self.n_elems())
+        return interop.to_tensordict(self._shown(), self.n_elems())
 
     @classmethod
     def from_tensordict(cls: type[S], tensordict: Any) -> S:
@@ -233,7 +237,7 @@ def flatten(mapping: Mapping[str, Any] | TensorMap, owner: str) -> dict[str, tor
         SpecError: two keys are the same once joined, or a dtype is not supported.
     """
     if isinstance(mapping, TensorMap):
-        mapping = mapping._tree()  # not items(), which would lose the lengths of a TemporalDictTensor
+        mapping = mapping._shown()  # not items(), which would lose the lengths of a TemporalDictTensor
     elif type(mapping) is not dict and not isinstance(mapping, Mapping):
         raise TypeError(f"{owner}: needs a mapping of names to tensors, got {type(mapping).__name__}")
     flat: dict[str, torch.Tensor] = {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium
 import minari
@@ -15,6 +18,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from minari.data_collector.episode_buffer import EpisodeBuffer
+from minari.dataset.episode_data import EpisodeData
 from processes import LIMIT
 
 from rlstructs import (
@@ -25,9 +29,10 @@ from rlstructs import (
     RandomAgent,
     RL_Batcher,
     SpecError,
+    TemporalDictTensor,
     Trajectories,
 )
-from rlstructs.envs.space_tree import flatten_space
+from rlstructs.envs.space_tree import flatten_space, nest
 from rlstructs.integrations.minari import from_minari, iterate_minari, to_minari, writing
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import VectorReplayBuffer
@@ -205,6 +210,102 @@ def test_no_transition_leads_over_a_rollout_that_is_missing():
     steps = [pair for episode in dataset for pair in pairs_of(episode.observations)]
     assert len(steps) == dataset.total_steps == 6 * 3 * 3 and set(steps) <= really
     assert all(episode.terminations[-1] or episode.truncations[-1] for episode in dataset)
+
+
+class Same(gymnasium.Env):
+    """Shows the same at each step, and pays the number of the step."""
+
+    observation_space, action_space = spaces.Discrete(2), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return 0, {}
+
+    def step(self, action):
+        self.t += 1
+        return 0, float(self.t), False, False, {}
+
+
+def by_hand(batch):
+    return Trajectories(batch.info, TemporalDictTensor(dict(batch.trajectories.items()), batch.lengths))
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda batch: batch, [[1, 4], [9, 16]]), (lambda batch: batch.clone(), [[1, 4], [9, 16]]), (by_hand, [[1, 16]]),
+], ids=["of a batcher", "cloned", "made by hand"])  # fmt: skip
+@pytest.mark.parametrize("most_held", [writing.MOST_HELD, 1])
+def test_equal_observations_do_not_prove_that_a_rollout_follows(change, expected, most_held, monkeypatch):
+    """Made by hand, rollouts do not say what they follow."""
+    monkeypatch.setattr(writing, "MOST_HELD", most_held)
+    with RL_Batcher.make(Same, None, n_envs=1, n_workers=0, n_timesteps=4, seed=0) as batcher:
+        rollouts = (change(each) for i, each in enumerate(batcher.rollouts(n_steps=16)) if i != 1)
+        dataset = to_minari("same-v0", rollouts, env=Same, **ABOUT)
+    assert [[*episode.rewards[[0, -1]]] for episode in dataset] == expected
+    assert all(episode.truncations.nonzero()[0].tolist() == [len(episode) - 1] for episode in dataset)
+
+
+def make_walks():
+    return Walks()
+
+
+class GivenWalks(Walks):
+    """Walks that `RL_Batcher.make` would call with a seed."""
+
+    def __init__(self, seed):
+        super().__init__()
+
+
+@pytest.mark.parametrize("env", [
+    Walks, Walks(), make_walks, lambda: Walks(), GivenWalks, lambda seed: GymEnvInf([Walks(), Walks()], seed),
+    lambda num_envs: gymnasium.vector.SyncVectorEnv([Walks] * num_envs), GymEnvInf([Walks()], 0),
+], ids=["class", "instance", "function", "lambda", "with seed", "VecEnv", "VectorEnv", "made VecEnv"])  # fmt: skip
+def test_the_environment_of_a_dataset_may_be_what_make_takes(env):
+    batcher, logs = walks()
+    with batcher:
+        [batch] = collect(batcher, logs, 1)
+    dataset = to_minari("made-v0", [batch], env, **ABOUT)
+    assert dataset.observation_space == BOX and dataset.action_space == ACTIONS["discrete"]
+
+
+@pytest.mark.parametrize("env", [
+    "CartPole-v1", "CartPole", "gymnasium.envs:CartPole-v1", gymnasium.spec("CartPole-v1"),
+    lambda: gymnasium.make("CartPole-v1"), lambda **more: gymnasium.make("CartPole-v1", **more),
+], ids=["id", "id without version", "id with a module", "spec", "function", "function of more"])  # fmt: skip
+@pytest.mark.parametrize("more", [{}, {"action_space": spaces.Discrete(2)}], ids=["", "a space given"])
+def test_a_dataset_names_an_environment_of_the_registry_however_it_is_given(env, more):
+    with RL_Batcher.make("CartPole-v1", n_envs=1, n_workers=0, n_timesteps=4, seed=0) as batcher:
+        dataset = to_minari("cart-v0", batcher.rollouts(n_steps=8), env=env, **ABOUT, **more)
+    assert dataset.spec.env_spec.id == "CartPole-v1"
+
+
+def test_an_environment_that_was_made_for_a_dataset_is_closed_and_a_given_one_is_not():
+    closed = []
+
+    class Closing(Walks):
+        def close(self):
+            closed.append(self)
+
+    batcher, logs = walks()
+    with batcher:
+        [batch] = collect(batcher, logs, 1)
+    to_minari("a-v0", [batch], Closing, **ABOUT)
+    assert len(closed) == 1
+    to_minari("b-v0", [batch], Closing(), **ABOUT)
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize(("env", "message"), [
+    (dict, "env makes a dict, which has no observation_space"), ("Nothing-v0", "Nothing"),
+    (lambda: None, "env makes a NoneType, which has no observation_space"),
+])  # fmt: skip
+def test_what_makes_no_environment_is_refused(env, message, datasets):
+    batcher, logs = walks()
+    with batcher:
+        [batch] = collect(batcher, logs, 1)
+    with pytest.raises(SpecError, match=message):
+        to_minari("no-v0", [batch], env)
+    assert list(datasets.iterdir()) == []
 
 
 def test_rollouts_on_loan_are_copied_and_not_kept():
@@ -422,6 +523,77 @@ def test_a_dataset_that_minari_made_is_read():
         assert valid(read, "_observation/reward")[row].tolist() == buffer.rewards
         assert valid(read, "_observation/terminated")[row].tolist() == buffer.terminations
         assert np.array_equal(valid(read, "_observation/info/at/left")[row], buffer.infos["at"]["left"][1:])
+
+
+class Episodes(SimpleNamespace):
+    """A dataset of episodes whose arrays need not fit."""
+
+    def iterate_episodes(self):
+        return iter(self.episodes)
+
+    def __len__(self):
+        return len(self.episodes)
+
+
+def rows_of(space, n):
+    """Samples of a space, nested as Minari reads them."""
+    samples = [space.sample() for _ in range(n)]
+    return nest(space, iter([np.array([leaf.pick(each) for each in samples]) for leaf in flatten_space(space)]))
+
+
+NESTED = spaces.Dict(a=BOX, b=spaces.Tuple([spaces.Discrete(3), spaces.Dict(c=BOX)]))
+
+
+def episode_of(space, action_space, number=7, **counts):
+    """An episode of 3 steps, but for those arrays that have other counts."""
+    n = {"observations": 4, "actions": 3, "rewards": 3, "terminations": 3, "truncations": 3, "infos": 4} | counts
+    return EpisodeData(
+        number, rows_of(space, n["observations"]), rows_of(action_space, n["actions"]), np.ones(n["rewards"]),
+        np.zeros(n["terminations"], bool), np.ones(n["truncations"], bool),
+        {"at": {"left": np.arange(n["infos"])}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("space", "action_space"), [(BOX, ACTIONS["discrete"]), (NESTED, NESTED)], ids=["", "nested"])
+@pytest.mark.parametrize(("name", "count"), [
+    ("observations", 3), ("observations", 9), ("actions", 1), ("actions", 5), ("rewards", 5), ("rewards", 2),
+    ("terminations", 2), ("terminations", 4), ("truncations", 1), ("truncations", 4), ("infos", 3), ("infos", 5),
+    ("actions", 0), ("rewards", 0),
+])  # fmt: skip
+def test_an_episode_whose_arrays_differ_in_length_is_refused_and_named(space, action_space, name, count):
+    good, bad = episode_of(space, action_space, 6), episode_of(space, action_space, **{name: count})
+    dataset = Episodes(episodes=[good, bad], observation_space=space, action_space=action_space, id="bad-v0")
+    with pytest.raises(SpecError, match="episode 7[, ]"):
+        from_minari(dataset, ["at/left"])
+    parts = iterate_minari(dataset, 1, ["at/left"])
+    assert next(parts).lengths.tolist() == [3]
+    with pytest.raises(SpecError, match="episode 7[, ]"):
+        next(parts)
+
+
+def changed(nested, path, change):
+    """A copy of what is nested, with one part of it changed, or left out if `change` is None."""
+    first, *rest = path
+    items = dict(enumerate(nested)) if isinstance(nested, tuple) else dict(nested)
+    if rest or change:
+        items[first] = changed(items[first], rest, change) if rest else change(items[first])
+    else:
+        del items[first]
+    return tuple(items.values()) if isinstance(nested, tuple) else items
+
+
+@pytest.mark.parametrize("path", [("a",), ("b", 1), ("b", 1, "c")], ids=str)
+@pytest.mark.parametrize("what", ["observations", "actions"])
+@pytest.mark.parametrize(("change", "message"), [(lambda array: array[:-1], r"is \("), (None, "cannot be read: ")])
+def test_an_array_of_a_nested_space_that_is_short_or_absent_is_named(path, what, change, message):
+    if change and path == ("b", 1):
+        path = ("b", 0)
+    good = episode_of(NESTED, NESTED)
+    bad = replace(good, **{what: changed(getattr(good, what), path, change)})
+    dataset = Episodes(episodes=[bad], observation_space=NESTED, action_space=NESTED, id="bad-v0")
+    key = re.escape(f"from_minari: episode 7, of 3 rewards: {what}{''.join(f'[{step!r}]' for step in path)}")
+    with pytest.raises(SpecError, match=rf"{key}\S* {message}"):
+        from_minari(dataset)
 
 
 def test_an_error_says_what_is_wrong(datasets):

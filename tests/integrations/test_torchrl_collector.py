@@ -6,6 +6,7 @@ import importlib
 import itertools
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -107,6 +108,72 @@ def test_keys_are_nested_and_clashes_are_errors():
     assert batch["pos"].batch_size == (2, 4)
     with pytest.raises(SpecError, match="'action/observation' .* another key does"):
         list(TensorDictCollector(Given(rollout([4, 4], np.zeros((2, 4)), **{"action/observation": torch.ones(2, 4)}))))
+
+
+@pytest.mark.parametrize("key", [
+    "observation/collector/mask", "observation/collector/traj_ids", "action/collector/mask", "observation/collector",
+])  # fmt: skip
+def test_a_key_with_a_name_of_the_collector_s_own_is_refused(key):
+    given = rollout([4, 4], np.zeros((2, 4)), **{key: torch.ones(2, 4)})
+    with pytest.raises(SpecError, match="collector"):
+        list(TensorDictCollector(Given(given)))
+
+
+def test_keys_beside_those_of_the_collector_stay():
+    more = {"observation/collector/n": torch.ones(2, 4), "_observation/collector/mask": torch.full((2, 4), 7.0)}
+    [batch] = TensorDictCollector(Given(rollout([4, 3], np.zeros((2, 4)), **more)))
+    assert batch["collector", "n"].all() and (batch["next", "collector", "mask"] == 7).all()
+    assert batch["collector", "mask"].sum() == 7
+
+
+def test_log_probabilities_are_where_torchrl_s_losses_look_for_them():
+    tensordict_nn, modules = pytest.importorskip("tensordict.nn"), pytest.importorskip("torchrl.modules")
+    from torchrl.objectives import ClipPPOLoss
+    from torchrl.objectives.value import GAE
+
+    network, critic = torch.nn.Linear(4, 2), modules.ValueOperator(torch.nn.Linear(4, 1), in_keys=["observation"])
+    actor = modules.ProbabilisticActor(
+        tensordict_nn.TensorDictModule(network, in_keys=["observation"], out_keys=["logits"]), in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical, return_log_prob=True,
+    )  # fmt: skip
+    with RL_Batcher.make("CartPole-v1", network, n_envs=4, n_workers=0, n_timesteps=8, seed=0) as batcher:
+        [batch] = TensorDictCollector(batcher, total_frames=32)
+    loss = ClipPPOLoss(actor, critic)
+    GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
+    assert torch.equal(batch["action_log_prob"], batch["log_prob"])
+    assert loss.tensor_keys.sample_log_prob in list(batch.keys())
+    torch.testing.assert_close(actor.log_prob(batch), batch["action_log_prob"])
+    found = loss(batch)
+    assert (found["kl_approx"].abs() < 1e-6).all() and found["ESS"].isfinite().all()
+
+
+def test_other_keys_named_like_log_probabilities_stay_what_they_are():
+    own = {"action/log_prob": torch.ones(2, 4), "action/action_log_prob": torch.zeros(2, 4)}
+    [batch] = TensorDictCollector(Given(rollout([4, 4], np.zeros((2, 4)), **own)))
+    assert batch["log_prob"].all() and not batch["action_log_prob"].any()
+    shown = {"observation/log_prob": torch.ones(2, 4)}
+    [batch] = TensorDictCollector(Given(rollout([4, 4], np.zeros((2, 4)), **shown)))
+    assert "action_log_prob" not in batch.keys()  # noqa: SIM118 - no dict
+
+
+def test_what_comes_after_rollouts_that_went_elsewhere_begins_an_episode():
+    class Endless(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return 0, {}
+
+        def step(self, action):
+            return 0, 1.0, False, False, {}
+
+    with RL_Batcher.make(Endless, None, n_envs=2, n_workers=0, n_timesteps=4, seed=0) as batcher:
+        collector, numbers = iter(TensorDictCollector(batcher)), []
+        for elsewhere in (False, False, True, False):
+            if elsewhere:
+                batcher.execute()
+                batcher.get()
+            numbers.append(next(collector)["collector", "traj_ids"].unique().tolist())
+    assert numbers == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_weights_reach_the_agents_and_shutdown_closes():

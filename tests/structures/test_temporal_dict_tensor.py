@@ -537,3 +537,62 @@ def test_lengths_of_what_was_made_of_another_are_its_own(method):
     m = TemporalDictTensor({"y": torch.tensor([[1, 2, 9, 9]])}, torch.tensor([2]))
     getattr(m, method)().lengths.fill_(1)
     assert m.lengths.tolist() == [2]
+
+
+def numbered():
+    """Three rows with the numbers of their first steps, of which one is not known."""
+    return TemporalDictTensor(
+        {"x": torch.arange(12).view(3, 4)}, torch.tensor([4, 0, 2]), torch.tensor([100, 200, -1])
+    )
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda t: t.clone(), [100, 200, -1]), (lambda t: t.to("cpu"), [100, 200, -1]),
+    (lambda t: t.index(1), [200]), (lambda t: t.index([2, 0]), [-1, 100]), (lambda t: t.slice(0, 2), [100, 200]),
+    (lambda t: t.index(torch.tensor([True, False, True])), [100, -1]), (lambda t: t.unfold()[1], [200]),
+    (lambda t: t.temporal_slice(1, 3), [101, 201, -1]), (lambda t: t.shorten(), [100, 200, -1]),
+    (lambda t: t.zero_padding(), [100, 200, -1]), (lambda t: t.get(["x"]), [100, 200, -1]),
+    (lambda t: t.get(["x"], clone=True), [100, 200, -1]), (lambda t: t.set("y", t["x"]), [100, 200, -1]),
+    (lambda t: t.expand(4), [100, 200, -1, -1]), (lambda t: pickle.loads(pickle.dumps(t)), [100, 200, -1]),
+    (lambda t: TemporalDictTensor.cat([t, t.index(0)]), [100, 200, -1, 100]),
+    (lambda t: TemporalDictTensor.cat([t.index(0), TemporalDictTensor({"x": t["x"]})]), [100, -1, -1, -1]),
+    (lambda t: copy.deepcopy(t), [100, 200, -1]), (lambda t: t.share_memory_(), [100, 200, -1]),
+])  # fmt: skip
+def test_first_steps_stay_those_of_their_rows(change, expected):
+    assert change(numbered()).first_steps.tolist() == expected
+
+
+@pytest.mark.parametrize("ending", ["npz", "pt", "h5"])
+def test_files_hold_first_steps(ending, tmp_path):
+    numbered().save(tmp_path / f"a.{ending}")
+    assert TemporalDictTensor.load(tmp_path / f"a.{ending}").first_steps.tolist() == [100, 200, -1]
+
+
+def test_copy_takes_first_steps_along_and_forgets_them_where_there_are_none():
+    source, plain = numbered(), TemporalDictTensor({"x": torch.zeros(3, 4, dtype=torch.int64)})
+    target = plain.clone()
+    target.copy_(source, [0, 1], [2, 0])
+    assert target.first_steps.tolist() == [200, -1, 100]
+    source.copy_(plain, [0], [0])
+    assert source.first_steps.tolist() == [-1, 200, -1]
+    one = numbered()
+    one.shorten().copy_(plain, [0], [0])
+    assert one.first_steps.tolist() == [100, 200, -1]
+
+
+def test_first_steps_are_neither_compared_nor_given_to_other_libraries():
+    one, other = numbered(), TemporalDictTensor(dict(numbered().items()), numbered().lengths)
+    assert one == other and list(one) == ["x"] and repr(one) == repr(other)
+    assert one.numpy().keys() == one.jax().keys() == {"x", "lengths"}
+    assert TemporalDictTensor.from_numpy(one.numpy()).first_steps is None
+    assert other.first_steps is None and other.index(0).first_steps is None
+
+
+@pytest.mark.parametrize(("first_steps", "message"), [
+    (torch.zeros(2, dtype=torch.int64), r"first_steps is \(2,\) int64 on cpu, expected \(3,\) int64 on cpu"),
+    (torch.zeros(3), r"first_steps must be int64 \(B,\), got \(3,\) float32"),
+    ([1, 2, 3], r"first_steps must be int64 \(B,\), got list"),
+])  # fmt: skip
+def test_first_steps_that_do_not_fit_are_refused(first_steps, message):
+    with pytest.raises(SpecError, match=message):
+        TemporalDictTensor({"x": torch.zeros(3, 4)}, None, first_steps)

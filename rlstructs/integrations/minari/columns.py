@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,14 +74,29 @@ class SpaceColumns:
         """Puts the columns `observation/<name>` or `action/<name>` into the dicts and tuples of the space."""
         return nest(self.space, iter([arrays[f"{self.what}/{name}"] for name in self.leaves]))
 
-    def from_minari(self, nested: Any) -> dict[str, np.ndarray]:
-        """Takes the columns, (n, ...) each, out of what Minari reads: the inverse of `nest` and `to_minari`."""
+    def from_minari(self, nested: Any, where: str, n: int) -> dict[str, np.ndarray]:
+        """Takes the columns, (n, ...) each, out of what Minari reads: the inverse of `nest` and `to_minari`.
+
+        Raises:
+            SpecError: a column is missing, or has another shape; the message begins with `where`.
+        """
         found = {}
         for name, leaf in self.leaves.items():
-            array = np.asarray(leaf.pick(nested))
+            key = f"{self.what}s" + "".join(f"[{step!r}]" for step in leaf.path)
+            try:
+                array = np.asarray(leaf.pick(nested))
+            except (LookupError, TypeError, ValueError) as error:
+                raise SpecError(f"{where}: {key} cannot be read: {type(error).__name__}: {error}") from error
             rows = leaf.shape if self.what == "action" else leaf.row_shape
-            found[name] = array.reshape(len(array), *rows)
+            check_rows(where, key, array, (n, *leaf.shape))
+            found[name] = array.reshape(n, *rows)
         return found
+
+
+def check_rows(where: str, key: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raises SpecError unless an array has as many rows, and as many numbers, as this shape says."""
+    if array.shape[:1] != shape[:1] or array.size != math.prod(shape):
+        raise SpecError(f"{where}: {key} is {array.shape} {array.dtype}, expected {shape}")
 
 
 def find_array(steps: TemporalDictTensor, key: str) -> np.ndarray:

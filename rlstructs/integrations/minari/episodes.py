@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlstructs.checks import UNKNOWN
 from rlstructs.envs.info_columns import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns, find_array
@@ -36,6 +37,7 @@ class Episode:
         options: of its reset.
         number: its number in the dataset; None until a part of it is written.
         n_written: how many of its steps are written.
+        following: the number of the step after the last one; `UNKNOWN` if it is not known.
         pieces: what followed on each step, (n, ...) each: `observation/...`, `info/...`, `action/...` and the names of
             `STEPS`.
     """
@@ -44,6 +46,7 @@ class Episode:
     options: Arrays
     number: int | None = None
     n_written: int = 0
+    following: int = UNKNOWN
     pieces: list[Arrays] = field(default_factory=list)
 
     @property
@@ -62,8 +65,16 @@ class Episode:
         last = self.pieces[-1]
         return bool(last["terminations"][-1] or last["truncations"][-1])
 
-    def goes_on(self, before: Arrays) -> bool:
-        """Whether observations before a step equal those after the last step; they differ if a rollout is missing."""
+    def goes_on(self, before: Arrays, number: int) -> bool:
+        """Whether a step follows the last one.
+
+        Args:
+            before: key -> value before the step. Where a number is not known these have to equal those after the last
+                step: they differ if a rollout is missing, unless the environment shows the same again.
+            number: of the step, see `TemporalDictTensor.first_steps`.
+        """
+        if UNKNOWN not in (number, self.following):
+            return number == self.following
         last = self.pieces[-1]
         keys = [key for key in before if key.startswith("observation/")]
         return all(last[key][-1].tobytes() == before[key].tobytes() for key in keys)
@@ -120,17 +131,21 @@ class EpisodeJoiner:
         done = following["terminations"] | following["truncations"]
         found = find_marks({key: batch.trajectories[key] for key in (STEP_START,) if key in batch.trajectories})
         starts = np.zeros_like(done) if found is None else found
-        lengths = host_array("lengths", batch.lengths)
-        for row, (env, n) in enumerate(zip(info["env_index"].tolist(), lengths.tolist(), strict=True)):
+        lengths = host_array("lengths", batch.lengths).tolist()
+        numbers = batch.trajectories.first_steps
+        firsts = [UNKNOWN] * len(lengths) if numbers is None else numbers.tolist()
+        for row, (env, n, number) in enumerate(zip(info["env_index"].tolist(), lengths, firsts, strict=True)):
             cuts = np.flatnonzero(done[row, : max(0, n - 1)] | starts[row, 1 : max(1, n)]) + 1
             for start, stop in itertools.pairwise([0, *cuts.tolist(), n]) if n else ():
                 before = {key: array[row, start].copy() for key, array in first.items()}
                 episode = self._going.pop(env, None)
-                if episode is not None and (starts[row, start] or not episode.goes_on(before)):
+                at = UNKNOWN if number == UNKNOWN else number + start
+                if episode is not None and (starts[row, start] or not episode.goes_on(before, at)):
                     yield episode
                     episode = None
                 episode = episode or Episode(before, {key: np.array(values[row]) for key, values in options.items()})
                 episode.pieces.append({key: array[row, start:stop].copy() for key, array in following.items()})
+                episode.following = UNKNOWN if at == UNKNOWN else at + stop - start
                 if episode.is_over:
                     yield episode
                 else:

@@ -13,7 +13,7 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.envs.info_columns import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.integrations.minari.columns import SpaceColumns
+from rlstructs.integrations.minari.columns import SpaceColumns, check_rows
 from rlstructs.integrations.minari.episodes import STEPS, Arrays
 from rlstructs.replay.from_trajectories import STEP_START
 from rlstructs.structures.dict_tensor import DictTensor
@@ -37,7 +37,8 @@ def from_minari(dataset: minari.MinariDataset | str, info_keys: Sequence[str] = 
         `add_trajectories` puts one episode behind the other.
 
     Raises:
-        SpecError: the dataset has no episode, a space is not supported, or an info is no array of numbers.
+        SpecError: the dataset has no episode, a space is not supported, an info is no array of numbers, or the arrays
+            of an episode do not fit each other, or its spaces; the message names the episode.
         MissingKeyError: an episode has no such info.
     """
     [batch] = _read(dataset, None, info_keys)
@@ -74,7 +75,7 @@ def _read(
     episodes = iter(found.iterate_episodes())
     while batch := list(itertools.islice(episodes, batch_size)):
         steps = [_steps_of(episode, observations, actions, names) for episode in batch]
-        lengths = torch.tensor([len(episode) for episode in batch])
+        lengths = torch.tensor([len(arrays[STEP_START]) for arrays in steps])
         info = {
             "env_index": torch.zeros(len(batch), dtype=torch.int64),
             "episode_id": torch.tensor([int(episode.id) for episode in batch]),
@@ -84,23 +85,33 @@ def _read(
 
 
 def _steps_of(episode: Any, observations: SpaceColumns, actions: SpaceColumns, info_keys: Sequence[str]) -> Arrays:
-    """The columns of an episode of T steps, (T, ...)."""
-    seen = observations.from_minari(episode.observations)
-    seen |= {PREFIX + name: _find_info(episode, name) for name in info_keys}
-    initial_state = np.zeros(len(episode), bool)
+    """The columns of an episode of T steps, (T, ...).
+
+    Raises:
+        SpecError: an array has not as many rows as there are rewards, or one more of what comes before steps too.
+    """
+    ends = {name: np.asarray(getattr(episode, name)) for name in STEPS}
+    n = int(ends["rewards"].size)
+    where = f"from_minari: episode {episode.id}, of {n} rewards"
+    for name, array in ends.items():
+        check_rows(where, name, array, (n,))
+    seen = observations.from_minari(episode.observations, where, n + 1)
+    seen |= {PREFIX + name: _find_info(episode, name, n + 1) for name in info_keys}
+    taken = actions.from_minari(episode.actions, where, n)
+    initial_state = np.zeros(n, bool)
     initial_state[:1] = True
     return {
         **{f"observation/{name}": array[:-1] for name, array in seen.items()},
         STEP_START: initial_state,
-        **{f"action/{name}": array for name, array in actions.from_minari(episode.actions).items()},
+        **{f"action/{name}": array for name, array in taken.items()},
         **{f"_observation/{name}": array[1:] for name, array in seen.items()},
-        **{key: np.asarray(getattr(episode, name)) for name, key in STEPS.items()},
-        "_observation/done": episode.terminations | episode.truncations,
+        **{key: ends[name] for name, key in STEPS.items()},
+        "_observation/done": ends["terminations"] | ends["truncations"],
     }
 
 
-def _find_info(episode: Any, name: str) -> np.ndarray:
-    """An info of an episode, (T + 1, ...)."""
+def _find_info(episode: Any, name: str, n: int) -> np.ndarray:
+    """An info of an episode, (n, ...)."""
     value: Any = episode.infos or {}
     for part in name.split("/"):
         if not isinstance(value, Mapping) or part not in value:
@@ -108,10 +119,10 @@ def _find_info(episode: Any, name: str) -> np.ndarray:
             raise MissingKeyError(f"from_minari: episode {episode.id} has no info {name!r}, there is {there}")
         value = value[part]
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf" or array.shape[:1] != (len(episode) + 1,):
+    if array.dtype.kind not in "biuf" or array.shape[:1] != (n,):
         raise SpecError(
             f"from_minari: info {name!r} of episode {episode.id} is {array.shape} {array.dtype}, expected numbers, "
-            f"{len(episode) + 1} rows"
+            f"{n} rows"
         )
     return array
 

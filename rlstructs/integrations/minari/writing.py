@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from minari.storage.datasets_root_dir import get_dataset_path
 from minari.utils import _generate_dataset_metadata
 
 from rlstructs.envs.info_columns import PREFIX
+from rlstructs.envs.registry import env_factory, find_env
 from rlstructs.errors import SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns
 from rlstructs.integrations.minari.episodes import STEPS, Episode, EpisodeJoiner
+from rlstructs.rollout.makers import select_arguments
 from rlstructs.structures.trajectories import Trajectories
 
 # Episodes that go on are written part by part once they are so many bytes in all.
@@ -36,14 +38,16 @@ SPACES = ("observation_space", "action_space")
 def to_minari(
     dataset_id: str,
     batches: Iterable[Trajectories],
-    env: str | EnvSpec | gymnasium.Env[Any, Any] | None = None,
+    env: str | EnvSpec | gymnasium.Env[Any, Any] | Callable[..., Any] | None = None,
     unfinished: str = "truncate",
     **metadata: Any,
 ) -> minari.MinariDataset:
     """Writes rollouts to a new dataset of Minari, one after the other.
 
     An episode that goes on from one rollout to the next is one episode of the dataset. Where steps are missing (after a
-    `reset`, the loss of a worker, or a rollout that was not given) the episode before ends, and is unfinished.
+    `reset`, the loss of a worker, or a rollout that was not given) the episode before ends, and is unfinished. Of
+    trajectories that were made by hand, without `first_steps`, a step goes on with the one before if it begins with the
+    observation that this has led to.
 
     Memory: the rollout at hand, and up to 32 MB of episodes that go on. Where these cannot be written part by part
     (`unfinished="drop"`, other formats than HDF5, JPEG), all episodes that go on are held.
@@ -53,7 +57,8 @@ def to_minari(
         batches: rollouts in the order in which they were made, such as `batcher.rollouts(n_steps=...)`. They have the
             keys of a batcher's: `env_index`, those of the spaces, reward, terminated and truncated. What `info_keys`
             asked for becomes the infos of the dataset, rows of `env_info` the options of episodes.
-        env: the environment, its id or its spec; None if both spaces are given.
+        env: the environment, its id, its spec, its class, or a function that makes it, as `RL_Batcher.make` takes it;
+            None if both spaces are given.
         unfinished: what becomes of an episode without end: "truncate" marks its last step as truncated, as
             Minari's `DataCollector` does, "drop" leaves it out.
         **metadata: other arguments of `minari.create_dataset_from_buffers`: `algorithm_name`, `author`,
@@ -164,19 +169,45 @@ def _find_settings(metadata: Mapping[str, Any], unfinished: str) -> dict[str, An
 
 def _find_spaces(env: Any, settings: Mapping[str, Any]) -> tuple[EnvSpec | None, SpaceColumns, SpaceColumns]:
     """The spec of an environment, and the columns of its spaces."""
-    if env is not None and not isinstance(env, (str, EnvSpec, gymnasium.Env)):
-        raise TypeError(f"to_minari: env must be an id, an EnvSpec or a gymnasium.Env, got {type(env).__name__}")
-    found = [settings["observation_space"], settings["action_space"]]
-    spec = gymnasium.spec(env) if isinstance(env, str) else getattr(env, "spec", env)
-    if None in found:
-        if env is None:
-            raise SpecError("to_minari: needs env, or both observation_space and action_space")
-        made = env if isinstance(env, gymnasium.Env) else gymnasium.make(env)
-        found = [space or getattr(made, name) for space, name in zip(found, SPACES, strict=True)]
-        if made is not env:
+    found, spec = {name: settings[name] for name in SPACES}, None
+    if isinstance(env, (str, EnvSpec)):
+        spec = gymnasium.spec(find_env(env)) if isinstance(env, str) else env
+    if env is None and None in found.values():
+        raise SpecError("to_minari: needs env, or both observation_space and action_space")
+    if env is not None and (spec is None or None in found.values()):
+        with _made(env) as made:
+            spec = getattr(made, "spec", None) if spec is None else spec
+            found = {name: _find_space(made, name) if space is None else space for name, space in found.items()}
+    observations, actions = (SpaceColumns(found[name], name.removesuffix("_space")) for name in SPACES)
+    return _storable(spec if isinstance(spec, EnvSpec) else None), observations, actions
+
+
+@contextlib.contextmanager
+def _made(env: Any) -> Iterator[Any]:
+    """Gives an environment: the given one, or one that is made, and closed at the end."""
+    if hasattr(env, SPACES[0]) and hasattr(env, "step") and not isinstance(env, type):
+        yield env
+        return
+    if not isinstance(env, (str, EnvSpec)) and not callable(env):
+        raise TypeError(
+            f"to_minari: env must be an id, an EnvSpec or a gymnasium.Env, got {type(env).__name__}; a class, or a "
+            "function that makes an environment, will do too"
+        )
+    factory = env_factory(env, None)
+    made = factory(**select_arguments(factory, {"n_envs": 1, "num_envs": 1, "seed": 0}, only_named=True))
+    try:
+        yield made
+    finally:
+        if hasattr(made, "close"):
             made.close()
-    observation_space, action_space = found
-    return _storable(spec), SpaceColumns(observation_space, "observation"), SpaceColumns(action_space, "action")
+
+
+def _find_space(env: Any, name: str) -> gymnasium.Space[Any]:
+    """A space of an environment, or of each one of a vectorised environment."""
+    space = getattr(env, f"single_{name}", getattr(env, name, None))
+    if not isinstance(space, gymnasium.Space):
+        raise SpecError(f"to_minari: env makes a {type(env).__name__}, which has no {name}")
+    return space
 
 
 def _storable(spec: EnvSpec | None) -> EnvSpec | None:

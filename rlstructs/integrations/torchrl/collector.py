@@ -20,6 +20,10 @@ NAMES = {"frame": "observation", "initial_state": "is_init"}
 # Of `observation` and of `_observation`: what torchrl's batches do not have there.
 LEFT_OUT = {"observation": ("reward", "last_action"), "_observation": ("initial_state", "last_action")}
 PLACES = {"observation": "", "_observation": "next/", "action": ""}
+# What the collector itself adds.
+MASK, TRAJ_IDS = "collector/mask", "collector/traj_ids"
+# The log-probability of the action, as agents call it, and as torchrl's actors do and its losses look for it.
+LOG_PROB, ACTION_LOG_PROB = "log_prob", "action_log_prob"
 
 
 class Batcher(Protocol):
@@ -39,6 +43,7 @@ class TensorDictCollector:
     Each is a `TensorDict` of batch size (B, T), whose second axis has the name "time":
 
     - observations by their keys, the `frame` as "observation"; "action", and what else the agent put out, by its keys;
+      its `log_prob` also as "action_log_prob", where torchrl's losses look for it, unless something else has this name;
     - "done", "terminated", "truncated" and "is_init", whether an episode begins, bool (B, T, 1);
     - ("next", ...): the observations that followed, where an episode ended its true last ones; "reward" (B, T, 1),
       "done", "terminated" and "truncated";
@@ -47,7 +52,8 @@ class TensorDictCollector:
 
     Discrete actions are numbers, torchrl's "categorical". Where padding follows a step that ended no episode, the step
     is marked as truncated, so that nothing of the padding reaches the advantages before it; the next batch goes on with
-    the same number. `batch[batch["collector", "mask"]]` are the steps alone, for a replay buffer.
+    the same number. Where rollouts of the batcher went elsewhere, what comes after them begins an episode.
+    `batch[batch["collector", "mask"]]` are the steps alone, for a replay buffer.
 
     Args:
         batcher: runs the rollouts. It is reset when a loop begins with a new one, or after all episodes have ended.
@@ -55,7 +61,7 @@ class TensorDictCollector:
         set_truncated: whether the last step of each row is marked as truncated, unless an episode ended there.
 
     Raises:
-        SpecError: two keys of a rollout get the same name.
+        SpecError: two keys of a rollout get the same name, or one that of ("collector", "mask") or "traj_ids".
 
     Example:
         >>> from rlstructs import RL_Batcher
@@ -70,6 +76,7 @@ class TensorDictCollector:
         self._set_truncated = set_truncated
         self._n_episodes = 0
         self._episodes: dict[int, int] = {}  # of each environment, the number of its newest episode
+        self._following: dict[int, int] = {}  # and that of the step that follows; see `TemporalDictTensor.first_steps`
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._convert, self._batcher.rollouts(self._n_steps))
@@ -87,9 +94,9 @@ class TensorDictCollector:
         mask = steps.mask(torch.bool)
         columns = name_columns(dict(steps.items()))
         self._mark_cuts(columns, steps.lengths, mask)
-        columns["collector/mask"] = mask
+        columns[MASK] = mask
         numbers = self._number(*self._find_starts(trajectories, mask))
-        columns["collector/traj_ids"] = torch.from_numpy(numbers).to(mask.device)
+        columns[TRAJ_IDS] = torch.from_numpy(numbers).to(mask.device)
         return TensorDict(nest_names(columns), batch_size=list(mask.shape), names=[None, "time"], device=mask.device)
 
     def _mark_cuts(self, columns: dict[str, Any], lengths: torch.Tensor, mask: torch.Tensor) -> None:
@@ -105,9 +112,22 @@ class TensorDictCollector:
         """Where episodes start, bool (B, T), and the environment of each row."""
         envs = trajectories.info["env_index"].tolist()
         starts = (trajectories.trajectories["observation/initial_state"] & mask).cpu().numpy()
-        is_new = np.array([env not in self._episodes for env in envs], bool)[:, None]
-        starts[:, :1] |= is_new & mask[:, :1].cpu().numpy()  # this collector may begin in the middle of an episode
+        # This collector may begin, or go on after others, in the middle of an episode.
+        is_new = np.array([env not in self._episodes for env in envs], bool) | self._find_gaps(trajectories)
+        starts[:, :1] |= is_new[:, None] & mask[:, :1].cpu().numpy()
         return starts, envs
+
+    def _find_gaps(self, trajectories: Trajectories) -> np.ndarray:
+        """Which rows do not follow those that this collector has had of their environments, bool (B,)."""
+        numbers = trajectories.trajectories.first_steps
+        if numbers is None:
+            return np.zeros(len(trajectories), bool)
+        envs, firsts = trajectories.info["env_index"].tolist(), numbers.tolist()
+        gaps = [self._following.get(env) != first for env, first in zip(envs, firsts, strict=True)]
+        self._following |= {
+            env: first + n for env, first, n in zip(envs, firsts, trajectories.lengths.tolist(), strict=True)
+        }
+        return np.array(gaps, bool)
 
     def _number(self, starts: np.ndarray, envs: list[int]) -> np.ndarray:
         """The number of the episode of each step, for bool (B, T): where one starts."""
@@ -132,7 +152,10 @@ def name_columns(steps: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             continue
         is_signal = place != "action" and name in SIGNALS
         name = PLACES[place] + (name if place == "action" else NAMES.get(name, name))
-        if name in found:
-            raise SpecError(f"{key!r} of the trajectories becomes {name!r} in a TensorDict, and another key does, too")
+        if name in found or name in (MASK, TRAJ_IDS):
+            other = "another key does, too" if name in found else "the collector has one of that name"
+            raise SpecError(f"{key!r} of the trajectories becomes {name!r} in a TensorDict, and {other}")
         found[name] = tensor[..., None] if is_signal else tensor
+    if LOG_PROB in found and f"action/{LOG_PROB}" in steps:
+        found.setdefault(ACTION_LOG_PROB, found[LOG_PROB])
     return found
