@@ -19,6 +19,7 @@ import os
 import runpy
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ import numpy as np
 import torch
 
 from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RandomAgent, RL_Agent, RL_Batcher, VecEnv
-from rlstructs.workers import WorkerPool
-from rlstructs.workers.process import BARE
+from rlstructs.rollout import job as rollout_job
+from rlstructs.workers import WorkerPool, process
 
 Run = Callable[[float], float]  # seconds -> steps/s
 CHEETAHS = Path(__file__).parent.parent / "examples/mujoco_rollout.py"
@@ -220,7 +221,7 @@ def limit(task: Task) -> Iterator[Run]:
         yield lambda seconds: sum(pool.call("run", seconds))
 
 
-def batcher(task: Task, n_processes: int, run_ahead: int = 0) -> RL_Batcher:
+def batcher(task: Task, n_processes: int, run_ahead: int = 0, **settings: Any) -> RL_Batcher:
     return RL_Batcher(
         task.n_timesteps,
         create_agent,
@@ -230,12 +231,13 @@ def batcher(task: Task, n_processes: int, run_ahead: int = 0) -> RL_Batcher:
         n_processes,
         0,
         run_ahead=run_ahead,
+        **settings,
     )
 
 
 @contextlib.contextmanager
-def ours(task: Task, leases: bool = False, run_ahead: int = 0) -> Iterator[Run]:
-    with batcher(task, task.n_workers, run_ahead) as collecting:
+def ours(task: Task, leases: bool = False, run_ahead: int = 0, **settings: Any) -> Iterator[Run]:
+    with batcher(task, task.n_workers, run_ahead, **settings) as collecting:
         collecting.reset()
 
         def step() -> int:
@@ -470,14 +472,19 @@ def profile(task: Task, n_rollouts: int) -> None:
         print(f"    {key:24} {seconds / total:6.1%}   {seconds / steps * 1e6:9.1f} us a vector step")
 
 
+def count_nothing(index: int) -> None:
+    """Has this worker measure no times and count no steps."""
+    acting = rollout_job.ActingAgent
+    rollout_job.ActingAgent = lambda agent, device, clock, is_cut: acting(agent, device, None, is_cut)
+
+
 def contract(task: Task, n_pairs: int, seconds: float) -> None:
     """What statistics and the thread that watches the main process cost: pairs of runs with and without them."""
     ratios = []
     with contextlib.ExitStack() as stack:
         with_it = stack.enter_context(ours(task))
-        os.environ[BARE] = "1"
-        without = stack.enter_context(ours(task))
-        del os.environ[BARE]
+        with unittest.mock.patch.object(process, "open_pidfd", lambda pid: None):
+            without = stack.enter_context(ours(task, init_worker=count_nothing))
         for _ in range(n_pairs):
             speeds: dict[Run, list[float]] = {with_it: [], without: []}
             for turn in range(max(1, round(seconds / TURN))):

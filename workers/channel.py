@@ -45,6 +45,7 @@ class Channel:
         self._readable = select.poll()
         self._readable.register(end.fileno(), select.POLLIN)
         self._buffer: bytes | bytearray = b""  # read, but not returned by `receive` yet
+        self._unsent: list[memoryview] = []  # the rest of a message whose beginning the other side has
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -81,14 +82,29 @@ class Channel:
 
         Raises:
             EOFError: the other side is gone.
-            TimeoutError: it does not read; it may have got a part of the message.
+            TimeoutError: it does not read. If it has got a part of the message, it needs the rest next: `send_rest`.
         """
         try:
-            for part in parts:
+            for at, part in enumerate(parts):
                 if (n_sent := self._try_to_send(part)) < len(part):
-                    self._send_rest(memoryview(part)[n_sent:], deadline, sentinel and sentinel())
+                    self._unsent = [memoryview(each) for each in (part, *parts[at + 1 :])]
+                    self._unsent[0] = self._unsent[0][n_sent:]
+                    self._send_unsent(deadline, sentinel, may_drop=not at + n_sent)
+                    return
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError("the other side of the channel is gone") from error
+
+    def send_rest(self, deadline: float | None = None, sentinel: Callable[[], int] | None = None) -> None:
+        """Sends the rest of a message that was begun, if there is one; see `send_framed`."""
+        try:
+            self._send_unsent(deadline, sentinel)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the other side of the channel is gone") from error
+
+    @property
+    def is_in_message(self) -> bool:
+        """Whether the other side has got a part of a message whose rest is not sent."""
+        return bool(self._unsent)
 
     def _try_to_send(self, part: bytes | memoryview) -> int:
         """Sends as much as fits into the pipe, and returns the number of bytes."""
@@ -97,20 +113,32 @@ class Channel:
         except BlockingIOError:
             return 0
 
-    def _send_rest(self, part: memoryview, deadline: float | None, sentinel: int | None) -> None:
-        poll = select.poll()
+    def _send_unsent(
+        self, deadline: float | None, sentinel: Callable[[], int] | None, may_drop: bool = False
+    ) -> None:
+        """Sends what is unsent; with `may_drop`, drops it if nothing of it could be sent."""
+        poll, watched = select.poll(), None if sentinel is None else sentinel()
         # Reads meanwhile: the other side may have to finish writing before it reads.
         poll.register(self.fileno(), select.POLLOUT | select.POLLIN)
-        if sentinel is not None:
-            poll.register(sentinel, select.POLLIN)
-        while part:
-            events = poll.poll(milliseconds_until(deadline))
-            if not events:
-                raise TimeoutError("the other side of the channel does not read")
-            if any(fd == sentinel for fd, _ in events):
-                raise EOFError("the other side of the channel is gone")
-            self.read_available()
-            part = part[self._try_to_send(part) :]
+        if watched is not None:
+            poll.register(watched, select.POLLIN)
+        try:
+            while self._unsent:
+                events = poll.poll(milliseconds_until(deadline))
+                if not events:
+                    raise TimeoutError("the other side of the channel does not read")
+                if any(fd == watched for fd, _ in events):
+                    raise EOFError("the other side of the channel is gone")
+                self.read_available()
+                n_sent = self._try_to_send(self._unsent[0])
+                may_drop = may_drop and not n_sent
+                self._unsent[0] = self._unsent[0][n_sent:]
+                if not self._unsent[0]:
+                    del self._unsent[0]
+        except BaseException:
+            if may_drop:
+                self._unsent = []
+            raise
 
     def can_send(self) -> bool:
         """Whether a small message could be sent without waiting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from rlstructs.workers.interrupts import defer_interrupt
 # Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd. The
 # second number is how many more it needs while the last worker starts, for the fork server, too.
 PER_WORKER, WHILE_STARTING = 4, 12
+# The errors of a system call that a sandbox forbids, or that the kernel lacks.
+FORBIDDEN = errno.EPERM, errno.EACCES, errno.ENOSYS
 
 
 class Descriptor:
@@ -40,6 +43,18 @@ class Descriptor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receive_descriptor, (reduction.DupFd(self.fileno()),)
+
+
+def open_pidfd(pid: int) -> Descriptor | None:
+    """Opens a descriptor that becomes readable when a process ends; None if it has ended, or where there is none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return Descriptor(os.pidfd_open(pid))
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, *FORBIDDEN):
+            raise
+        return None
 
 
 def check_enough(n_workers: int) -> None:

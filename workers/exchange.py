@@ -55,6 +55,8 @@ class Exchange:
             try:
                 futures += worker.send(request, message, deadline)
             except (WorkerError, TimeoutError) as error:
+                if worker.channel.is_in_message:
+                    self.late.add(worker.index)
                 failure = strip_traceback(self._explain_unread(worker, request, error))
                 futures += [Future(worker.index, request.label, True, None, failure) for _ in range(request.n_replies)]
         return futures

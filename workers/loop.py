@@ -82,7 +82,7 @@ def run(
             if dies_with_parent:
                 die_with_parent()
             if main_process is not None:
-                exit_when_readable(main_process.fileno())
+                exit_when_readable(main_process)
         except Exception as error:  # the system may refuse a thread; this replies to the first request
             channel.send(failures.Failure.of(_add_next_step(error)))
             return
@@ -152,12 +152,12 @@ def close_job(job: Any) -> None:
         close()
 
 
-def exit_when_readable(pidfd: int) -> None:
+def exit_when_readable(pidfd: Descriptor) -> None:
     """Starts a thread that ends this process as soon as the process of `pidfd` has died."""
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
+        poll.register(pidfd.fileno(), select.POLLIN)
         poll.poll()
         os._exit(1)
 

@@ -138,7 +138,7 @@ class WorkerPool:
             RuntimeError: a worker is still busy with an earlier request.
             Exception: see `gather`.
         """
-        if busy := self._exchange.find_busy():
+        if busy := [worker for worker in self._exchange.find_busy() if worker.is_awaited]:
             raise RuntimeError(f"worker {busy[0].index} is still busy with {busy[0].last_request!r}: wait for it first")
         return self.gather(self.ask(method, *args))
 

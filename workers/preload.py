@@ -16,6 +16,7 @@ from typing import Any
 
 from rlstructs.workers import loop
 from rlstructs.workers.collector import uncollected_imports
+from rlstructs.workers.descriptors import open_pidfd
 from rlstructs.workers.failures import Failure
 from rlstructs.workers.pickling import dumps
 from rlstructs.workers.termination import leave_sigterm_to
@@ -39,9 +40,9 @@ def prepare(report: int, preload: list[str]) -> None:
     os.set_inheritable(report, False)
     leave_sigterm_to(os.getppid())  # the kernel kills its workers when it ends
     try:
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # a sandbox may not allow it
-                loop.exit_when_readable(os.pidfd_open(os.getppid()))
+        main_process = open_pidfd(os.getppid())
+        if main_process is not None:
+            loop.exit_when_readable(main_process)
         with uncollected_imports():
             for name in preload:
                 os.write(report, name.encode() + NAME_END)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -12,7 +11,7 @@ from typing import Any
 
 from rlstructs.workers import interrupts, loop, messages, pickling, start
 from rlstructs.workers.channel import Channel, milliseconds_until
-from rlstructs.workers.descriptors import Descriptor
+from rlstructs.workers.descriptors import FORBIDDEN, Descriptor, open_pidfd
 from rlstructs.workers.errors import WorkerCrashed, WorkerError, WorkerTimeout, describe_exit, strip_traceback
 from rlstructs.workers.failures import Failure
 from rlstructs.workers.futures import Future
@@ -24,8 +23,6 @@ from rlstructs.workers.start_errors import StartError, suggest_next_step
 EXIT_CODE_DELAY = 1.0
 # Seconds from SIGTERM to SIGKILL, and from SIGKILL to the end of the process.
 TERM_DELAY, KILL_DELAY = 0.5, 1.0
-# The variable with which `benchmarks/rollouts.py --contract` turns off watching and counting, to measure their cost.
-BARE = "RLSTRUCTS_BARE"
 
 
 class WorkerProcess:
@@ -47,7 +44,6 @@ class WorkerProcess:
         self.futures: deque[Future] = deque()  # requests without a reply, the oldest first
         # When the wait for its next reply began, in the time of `time.monotonic`.
         self.since = time.monotonic()
-        self._is_last_request_whole = True
         self.channel, workers_end = Channel.pair()
         dies_with_parent = start.dies_with_parent(start_method)
         try:
@@ -57,7 +53,7 @@ class WorkerProcess:
                     preload,
                     timeout,
                     target=loop.run,
-                    args=(index, workers_end, shared, log, _open_own_pidfd(), dies_with_parent, os.getpid()),
+                    args=(index, workers_end, shared, log, open_pidfd(os.getpid()), dies_with_parent, os.getpid()),
                     name=f"{name}-{index}",
                     daemon=False,  # an environment may start processes of its own
                 )
@@ -71,7 +67,7 @@ class WorkerProcess:
         self.state = State.IDLE
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        self._pidfd = _open_pidfd(self.pid)
+        self._pidfd = open_pidfd(self.pid)
         self._is_released = False
         self._exit_code: int | None = None
 
@@ -94,36 +90,49 @@ class WorkerProcess:
 
         Raises:
             WorkerCrashed: the worker is gone.
-            TimeoutError: it does not read.
+            TimeoutError: it does not read. If it has got a part of the request, it gets the rest with the next one, and
+                answers for nobody.
         """
         if self.state is State.GONE:
             raise self.make_crash_error()
         message = messages.frame(pickling.dumps(request)) if message is None else message
         previous, self.last_request = self.last_request, request.label
         futures = [Future(self.index, request.label) for _ in range(request.n_replies)]
-        if not self.futures:
+        if not (self.futures and self.is_awaited):
             self.since = time.monotonic()
-        # Before it is sent: otherwise its reply would be assigned to another request.
-        self.futures.extend(futures)
-        self._is_last_request_whole = False
+        n_before = len(self.futures)
         try:
+            if self.channel.is_in_message:
+                self.channel.send_rest(deadline, self.sentinel)
+            # Before it is sent: otherwise its reply would be assigned to another request.
+            self.futures.extend(futures)
             self.channel.send_framed(message, deadline, self.sentinel)
-        except (EOFError, TimeoutError) as failure:
-            for _ in futures:
+        except BaseException as failure:
+            if len(self.futures) > n_before and self.channel.is_in_message and not isinstance(failure, EOFError):
+                for each in futures:
+                    each.end()  # its reply will come, and is nobody's
+                self.state = State.BUSY
+                raise
+            while len(self.futures) > n_before:
                 self.futures.pop()
-            if isinstance(failure, TimeoutError):
+            if not isinstance(failure, EOFError):
                 raise
             self.last_request = f"{previous}, before {request.label}"
             error = self.make_crash_error()
             if self.futures:  # replies that it wrote before its end can still be read
                 self.state = State.BUSY
             raise error from None
-        self.state, self._is_last_request_whole = State.BUSY, True
+        self.state = State.BUSY
         return futures
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for a reply."""
+        return any(not each.is_over for each in self.futures)
 
     def can_close(self) -> bool:
         """Whether a request to close would be read: the pipe is not full and holds no incomplete request."""
-        return self.state is not State.GONE and self._is_last_request_whole and self.channel.can_send()
+        return self.state is not State.GONE and not self.channel.is_in_message and self.channel.can_send()
 
     def read_replies(self) -> list[tuple[Future, Any]] | None:
         """Reads what the worker has written, without waiting for the rest; None if there was nothing to read.
@@ -228,8 +237,13 @@ class WorkerProcess:
         try:
             if self._pidfd is None:
                 os.kill(self.pid, signum)
-            else:  # a later process may have got this pid
+                return
+            try:  # a later process may have got this pid
                 signal.pidfd_send_signal(self._pidfd.fileno(), signum)
+            except OSError as error:
+                if error.errno not in FORBIDDEN:
+                    raise
+                os.kill(self.pid, signum)
         except ProcessLookupError:
             return
 
@@ -277,17 +291,3 @@ def _raise_start_error(error: BaseException, index: int, timeout: float | None) 
         raise WorkerCrashed(text, index) from error.__cause__
 
 
-def _open_own_pidfd() -> Descriptor | None:
-    return None if BARE in os.environ else _open_pidfd(os.getpid())
-
-
-def _open_pidfd(pid: int) -> Descriptor | None:
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return Descriptor(os.pidfd_open(pid))
-    except OSError as error:
-        # The process has ended, as its sentinel says, too; or a sandbox forbids the call, as if the kernel lacked it.
-        if error.errno not in (errno.ESRCH, errno.EPERM, errno.EACCES, errno.ENOSYS):
-            raise
-        return None

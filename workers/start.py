@@ -32,6 +32,7 @@ from typing import Any
 
 from rlstructs.workers import import_path
 from rlstructs.workers.channel import deadline_in, milliseconds_until
+from rlstructs.workers.descriptors import open_pidfd
 from rlstructs.workers.fork_server import ForkServer
 from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.start_errors import StartError
@@ -218,14 +219,23 @@ def _ends_soon(pid: int | None) -> bool:
     """Whether a fork server has ended or ends within `END_DELAY`; True, too, if another thread gave it up."""
     if pid is None:
         return True
+    pidfd, deadline = open_pidfd(pid), time.monotonic() + END_DELAY
+    if pidfd is None:
+        return _is_waitable_by(pid, deadline)
     try:
-        pidfd = os.pidfd_open(pid)
-    except (AttributeError, ProcessLookupError):  # this is not Linux, or another thread has reaped the server
-        return True
-    try:
-        return _wait_until_readable(pidfd, time.monotonic() + END_DELAY)
+        return _wait_until_readable(pidfd.fileno(), deadline)
     finally:
-        os.close(pidfd)
+        pidfd.close()
+
+
+def _is_waitable_by(pid: int, deadline: float) -> bool:
+    """Whether a child process ends by a deadline, or another thread has reaped it; leaves the zombie."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(SIGINT_DELAY / 1000)
+    return True
 
 
 class _SpawnProcess(process.BaseProcess):

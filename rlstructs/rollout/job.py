@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -38,7 +37,6 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.arena import SharedArena
 from rlstructs.workers.attaching import attach
 from rlstructs.workers.loop import close_job
-from rlstructs.workers.process import BARE
 
 
 @dataclass
@@ -205,9 +203,8 @@ class RolloutJob:
 
     def _acquire(self, number: int, slots: Slots) -> None:
         """Runs a rollout, in turns if there are groups."""
-        clock = None if BARE in os.environ else self.clock
         cuts, index = self._cuts, self.index
-        acting_agent = ActingAgent(self.agent, self.settings.device, clock, lambda: cuts[index] > number)
+        acting_agent = ActingAgent(self.agent, self.settings.device, self.clock, lambda: cuts[index] > number)
         info = slots.info("agent_info/")
         if self._groups:
             own = [buffers[number % len(buffers)] for buffers in self._group_slots]

@@ -156,6 +156,9 @@ class Job:
     def give_poison(self):
         return Poison()
 
+    def list_threads(self):
+        return [thread.name for thread in threading.enumerate()]
+
     def environment(self):
         return os.environ.get("RLSTRUCTS_TEST"), os.getcwd(), os.environ["OMP_NUM_THREADS"]
 
@@ -293,6 +296,32 @@ def test_half_a_reply_keeps_nobody_waiting():
     waiting.join(LIMIT)
     assert not waiting.is_alive()
     assert_gone(pids)
+
+
+@pytest.mark.parametrize("kind", ["call", "post", "small"])
+def test_requests_after_one_that_was_not_read_in_time_are_answered(kind):
+    """The worker has got a part of it, and gets the rest before the next one."""
+    with WorkerPool(2, Job) as pool:
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        pool.timeout, earlier = 0.2, []
+        if kind == "call":
+            futures = pool.ask("echo", bytes(10**7), only=[0])
+        elif kind == "post":
+            futures = pool.post(Post.of("answer", b"1", bytes(10**7), b"3"), only=[0])
+        else:  # until the pipe is full: nothing of the last one got into it
+            while not (futures := pool.ask("echo", bytes(30_000), only=[0]))[0].is_over:
+                earlier += futures
+        with pytest.raises(WorkerTimeout, match=r"worker 0 \(pid \d+\) has not read '.*' within 0.2 s"):
+            pool.gather(futures)
+        [again] = pool.ask("echo", 4, only=[0])
+        assert kind == "small" or isinstance(again.error, WorkerTimeout)
+        os.kill(pool.pids[0], signal.SIGCONT)
+        pool.timeout = LIMIT
+        pool.settle([*earlier, again])
+        assert [each.value for each in earlier] == [bytes(30_000)] * len(earlier)
+        assert pool.call("identify") == [(0, pool.pids[0]), (1, pool.pids[1])]
+        assert pool.gather(pool.ask("echo", 5)) == [5, 5] and pool.states == ["idle", "idle"]
+        assert pool.gather(pool.post(Post.of("answer", b"x"), only=[0])) == [b"0:x"]
 
 
 def test_the_deadline_of_several_is_one():
@@ -753,20 +782,42 @@ def test_the_control_groups_quota_of_cores_counts(tmp_path, line, files, unlimit
 @pytest.mark.quick
 def test_a_sandbox_without_descriptors_of_processes_is_enough(subprocess_env):
     text = textwrap.dedent("""
-        import os
-        from rlstructs.workers import WorkerPool
+        import os, signal
+        from rlstructs.workers import WorkerPool, start
 
-        def refuse(pid):
+        def refuse(*args):
             raise PermissionError(1, "not permitted")
 
         os.pidfd_open = refuse
         with WorkerPool(2, lambda index: [index]) as pool:
             print(pool.call("pop"))
+        [server] = start._servers.values()
+        os.kill(server.pid, signal.SIGKILL)
+        with WorkerPool(1, lambda index: [7]) as pool:
+            print(pool.call("pop"))
     """)
     done = subprocess.run(
         [sys.executable, "-c", text], env=subprocess_env, timeout=LIMIT, capture_output=True, text=True
     )
-    assert done.stdout == "[0, 1]\n", done.stderr
+    assert done.stdout == "[0, 1]\n[7]\n", done.stderr
+
+
+def test_no_variable_of_the_environment_turns_off_the_watch_over_the_main_process(monkeypatch):
+    monkeypatch.setenv("RLSTRUCTS_BARE", "1")
+    with WorkerPool(1, Job) as pool:
+        assert "main-process-watch" in pool.call("list_threads")[0]
+
+
+def test_a_sandbox_that_forbids_signals_by_descriptor_is_enough(monkeypatch):
+    def refuse(fd, signum):
+        raise PermissionError(1, "not permitted")
+
+    pool = WorkerPool(2, Job)
+    pids = pool.pids
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    pool.ask("resist")
+    pool.kill()
+    wait_until_gone(pids)
 
 
 def test_the_inline_pool_answers_as_workers_do():
