@@ -373,7 +373,8 @@ class Memory(CopiedWhole, ABC):
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
-        own = {"tensors": self._tensors.describe(), "following": self._storage.following()}
+        following = self._storage.counters.continuity.following(self._storage.ring.head).tolist()
+        own = {"tensors": self._tensors.describe(), "following": following}
         return {**sizes, **own, "rng": plain_state(self._rng)}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:

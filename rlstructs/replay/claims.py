@@ -67,7 +67,7 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
 
 
 def following_in(state: Mapping[str, Any], n_lanes: int) -> np.ndarray:
-    """What `Storage.following` returned for a file, int64 (n_lanes,); `UNKNOWN` for files of earlier versions.
+    """What `Continuity.following` returned for a file, int64 (n_lanes,); `UNKNOWN` for files of earlier versions.
 
     Raises:
         ValueError: it is something else.

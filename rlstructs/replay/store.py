@@ -169,18 +169,13 @@ class Storage(CopiedWhole):
             self._map()
             return before
 
-    def following(self) -> list[int]:
-        """The number of the step that would follow the newest row of each lane, for a file; see `Continuity`."""
-        found: list[int] = self.counters.continuity.following(self.ring.head).tolist()
-        return found
-
     def restore(self, counters: np.ndarray, episodes: np.ndarray | None, following: np.ndarray) -> None:
         """Sets the counters and episodes of a file.
 
         Args:
             counters: int64 (3, n_lanes).
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
-            following: int64 (n_lanes,), what `following` returned.
+            following: int64 (n_lanes,), what `Continuity.following` returned.
         """
         with self.lock:
             self._note_change()
