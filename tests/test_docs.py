@@ -43,7 +43,7 @@ SMALL = {
     "python benchmarks/stepping.py": "--rows cartpole-2 --seconds 0.02 --repeats 1 --no-peers",
     "python examples/ppo.py": "--n-steps 64 --n-envs 2 --n-timesteps 8 --n-eval 2",
     "python tests/walk.py": "",
-    "rlstructs bench tune": "--seconds 0.1",
+    "rlstructs tune": "--seconds 0.1",
     "rlstructs collect": "--envs 2 --steps 400",
     "rlstructs info": "",
     "rlstructs play": "--max-steps 20",

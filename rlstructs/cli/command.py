@@ -4,7 +4,7 @@
     rlstructs play CartPole-v1 --agent my_agents:trained --video cartpole.mp4
     rlstructs info rollouts.npz
     rlstructs info --system
-    rlstructs bench tune CartPole-v1 --seconds 20
+    rlstructs tune CartPole-v1 --seconds 20
 
 Exit codes: 0; 2 after an error, which prints one line on stderr; 130 after Ctrl-C, which keeps what was collected or
 recorded; 141, silently, when the reader of the output has gone (`| head`).
@@ -31,6 +31,7 @@ from rlstructs.workers.limits import n_cores
 
 if TYPE_CHECKING:
     from rlstructs.cli.collect import Collected, Settings
+    from rlstructs.cli.tune import Choice, Trial
 
 INTERRUPTED, FAILED, UNREAD = 130, 2, 141
 
@@ -92,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_collect(commands, common)
     _add_play(commands, common)
     _add_info(commands, common)
-    _add_bench(commands, common)
+    _add_tune(commands, common)
+    bench = commands.add_parser("bench", help="measure on this machine", description="Measures on this machine.")
+    _add_tune(bench.add_subparsers(metavar="WHAT", required=True), common)
     return parser
 
 
@@ -127,8 +130,8 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _add_agent(parser: argparse.ArgumentParser) -> None:
-    agent_help = "random, or module:factory; the factory makes an RL_Agent in each worker, and is given "
-    agent_help += "observation_space and action_space if it takes them; default: %(default)s"
+    agent_help = "random, or module:name of an RL_Agent, a torch.nn.Module, or a function that makes one in each "
+    agent_help += "worker and is given observation_space and action_space if it takes them; default: %(default)s"
     parser.add_argument("--agent", metavar="AGENT", default="random", help=agent_help)
 
 
@@ -168,9 +171,8 @@ def _add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_info)
 
 
-def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
-    bench = commands.add_parser("bench", help="measure on this machine", description="Measures on this machine.")
-    parser = bench.add_subparsers(metavar="WHAT", required=True).add_parser(
+def _add_tune(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
         "tune",
         parents=[common],
         allow_abbrev=False,
@@ -311,16 +313,22 @@ def _tune(options: argparse.Namespace) -> int:
     env_id, n_workers = find_env(options.env_id), n_cores()
     print(f"{env_id}, random agent; the limit is bare loops, a process for each core: {n_workers}")
     print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
-    trials = []
-    for trial in tune(env_id, n_workers, options.seconds):
+    trials: list[Trial] = []
+    untried: list[Choice] = []
+    for trial in tune(env_id, n_workers, options.seconds, untried):
         trials.append(trial)
         workers, envs, timesteps = trial.choice
         speeds = f"{trial.speed:12,.0f} {trial.limit:12,.0f} {trial.share:6.2f}"
         print(f"{workers:7} {envs:5} {timesteps:9} {speeds}", flush=True)
     best = max(trials, key=lambda trial: trial.share)
-    workers, envs, timesteps = best.choice
-    print(f"best: --workers {workers} --envs {envs} --timesteps {timesteps}, {best.share:.2f} of the limit")
+    print(f"best: {_choice_text(best.choice)}, {best.share:.2f} of the limit")
+    if untried:
+        print(f"not tried, as the time was up: {'; '.join(map(_choice_text, untried))}; --seconds gives more")
     return 0
+
+
+def _choice_text(choice: Choice) -> str:
+    return f"--workers {choice.n_workers} --envs {choice.n_envs} --timesteps {choice.n_timesteps}"
 
 
 def _write(options: argparse.Namespace, settings: Settings, collected: Collected) -> list[str]:

@@ -6,15 +6,19 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.registry import import_module
 from rlstructs.errors import SpecError
 from rlstructs.random_agent import RandomAgent
 from rlstructs.rollout.makers import select_arguments
 
+AGENTS = (RL_Agent, torch.nn.Module)
+
 
 class NamedAgent:
-    """The factory of an agent named `random` or `module:factory`, which is found where it is called: in a worker.
+    """The factory of an agent named `random` or `module:name`, which is found where it is called: in a worker.
 
     Args:
         name: the name.
@@ -24,21 +28,22 @@ class NamedAgent:
     def __init__(self, name: str, action_mask: str | None = None) -> None:
         self._name, self._mask = name, {} if action_mask is None else {"mask": action_mask}
 
-    def __call__(self, **spaces: Any) -> RL_Agent:
-        """Makes the agent; its factory gets those of `observation_space` and `action_space` that it takes.
+    def __call__(self, **spaces: Any) -> RL_Agent | torch.nn.Module:
+        """Makes the agent, or its network; a factory gets those of the two spaces that it takes, by name.
 
         Raises:
             SpecError: there is no such factory, or it makes no agent.
         """
-        factory = find_agent(self._name)
-        agent = factory(**select_arguments(factory, spaces | self._mask))
-        if not isinstance(agent, RL_Agent):
-            raise SpecError(f"--agent {self._name}: must return an RL_Agent, got {type(agent).__name__}")
+        found: Any = find_agent(self._name)
+        agent = found if isinstance(found, AGENTS) else found(**select_arguments(found, spaces | self._mask))
+        if not isinstance(agent, AGENTS):
+            got = type(agent).__name__
+            raise SpecError(f"--agent {self._name}: must return an RL_Agent or a torch.nn.Module, got {got}")
         return agent
 
 
-def find_agent(name: str) -> Callable[..., RL_Agent]:
-    """Finds the factory of an agent named `random` or `module:factory`.
+def find_agent(name: str) -> RL_Agent | torch.nn.Module | Callable[..., Any]:
+    """Finds an agent, a network or the factory of one, named `random` or `module:name`.
 
     Raises:
         SpecError: there is no such module or attribute, or it cannot be called.
@@ -50,7 +55,7 @@ def find_agent(name: str) -> Callable[..., RL_Agent]:
         raise SpecError(f"--agent: must be random or module:factory, got {name!r}")
     module = import_module(module_name, f"--agent {name}")
     try:
-        factory: Callable[..., RL_Agent] = operator.attrgetter(attribute)(module)
+        factory: Callable[..., Any] = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise SpecError(f"--agent {name}: {error}") from error
     if not callable(factory):

@@ -121,6 +121,8 @@ def describe(path: Path) -> Iterator[str]:
         FileNotFoundError: there is no such file.
         FileError, SpecError: this library did not write it, or it is damaged.
     """
+    if not path.suffix and not path.exists():  # other names are told apart by their endings
+        raise FileNotFoundError(f"{path}: no such file")
     if path.suffix == ".pt" and (state := read_state(path)) is not None:
         yield from describe_state(path, state)
         return

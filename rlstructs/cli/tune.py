@@ -1,4 +1,4 @@
-"""`rlstructs bench tune`: finds the fastest numbers of workers, environments and timesteps on this machine.
+"""`rlstructs tune`, or `bench tune`: finds the fastest numbers of workers, environments and timesteps of a machine.
 
 The limit is the speed of bare loops, one process per core, which step the same environments with actions drawn
 beforehand and do nothing else. Limit and trial are measured in turns, so that a busy machine slows both.
@@ -56,20 +56,22 @@ class Trial:
     share: float
 
 
-def tune(env_id: str, n_cores: int, seconds: float) -> Iterator[Trial]:
+def tune(env_id: str, n_cores: int, seconds: float, untried: list[Choice]) -> Iterator[Trial]:
     """Tries choices one after another until the time is up, and at least one.
 
     Args:
         env_id: id in gymnasium's registry.
         n_cores: number of processes that run at once.
         seconds: time after which no trial begins.
+        untried: gets the choices for which no time was left.
     """
     end = time.monotonic() + seconds
     with bare_loops(env_id, n_cores) as limit:
         tried: dict[Choice, float] = {}
         for choice in choices(n_cores, tried):
             if tried and time.monotonic() > end:
-                return
+                untried.append(choice)
+                continue
             trial = _run_trial(env_id, choice, limit, seconds * TRIAL_SHARE / (2 * N_TURNS))
             tried[choice] = trial.share
             yield trial

@@ -10,7 +10,16 @@ import torch
 
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import SpecError
-from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
+from rlstructs.structures.tree import (
+    TensorMap,
+    check_alike,
+    check_parts,
+    check_same_keys,
+    flatten,
+    put_rows,
+    show,
+    show_fields,
+)
 from rlstructs.workers.public_names import set_module
 
 # More than any number of rows; torch refuses steps near 2**63.
@@ -195,8 +204,11 @@ class DictTensor(TensorMap):
             put_rows(tensor, rows_to, source[key][rows_from])
 
     def __repr__(self) -> str:
-        fields = [f"n_elems={self.n_elems()}", f"device={self.device()}"]
-        return f"DictTensor({', '.join(fields + [f'{key}={show(t)}' for key, t in self.items()])})"
+        return show_fields(self._head(), self)
+
+    def _head(self) -> str:
+        """How the repr begins."""
+        return f"DictTensor(n_elems={self.n_elems()}, device={self.device()}"
 
 
 def as_index(index: Index) -> Any:

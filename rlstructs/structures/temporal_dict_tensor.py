@@ -11,7 +11,16 @@ import torch
 from rlstructs.checks import UNKNOWN
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index, check_copy
-from rlstructs.structures.tree import TensorMap, check_alike, check_parts, check_same_keys, flatten, put_rows, show
+from rlstructs.structures.tree import (
+    TensorMap,
+    check_alike,
+    check_parts,
+    check_same_keys,
+    flatten,
+    put_rows,
+    show,
+    show_fields,
+)
 from rlstructs.workers.public_names import set_module
 
 LENGTHS = "lengths"
@@ -342,11 +351,14 @@ class TemporalDictTensor(TensorMap):
             self.first_steps[rows_to] = rows._first_steps_or_unknown().to(self.device())
 
     def __repr__(self) -> str:
+        return show_fields(self._head(), self)
+
+    def _head(self) -> str:
+        """How the repr begins."""
         low, high = (self.lengths.min(), self.lengths.max()) if len(self) else (0, 0)
         lengths = "?" if self.lengths.is_meta else f"{int(low)}..{int(high)}"
-        fields = [f"n_elems={self.n_elems()}", f"n_timesteps={self.n_timesteps()}", f"lengths={lengths}"]
-        fields += [f"device={self.device()}", *(f"{key}={show(t)}" for key, t in self.items())]
-        return f"TemporalDictTensor({', '.join(fields)})"
+        sizes = f"n_elems={self.n_elems()}, n_timesteps={self.n_timesteps()}, lengths={lengths}"
+        return f"TemporalDictTensor({sizes}, device={self.device()}"
 
 
 def _check_numbers(name: str, numbers: Any) -> None:

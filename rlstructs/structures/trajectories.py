@@ -12,7 +12,7 @@ from rlstructs.errors import SpecError
 from rlstructs.files.parts import list_parts
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from rlstructs.structures.tree import Structure, check_parts
+from rlstructs.structures.tree import Structure, check_parts, show_fields
 from rlstructs.workers.public_names import set_module
 
 
@@ -177,4 +177,7 @@ class Trajectories(Structure):
         return cls.cat(map(super().load, list_parts(path)))
 
     def __repr__(self) -> str:
-        return f"Trajectories(\n  info={self.info!r},\n  trajectories={self.trajectories!r})"
+        line = ",\n    "
+        info = show_fields(self.info._head(), self.info, line)
+        steps = show_fields(self.trajectories._head(), self.trajectories, line)
+        return f"Trajectories(\n  info={info},\n  trajectories={steps})"

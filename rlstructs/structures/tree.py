@@ -323,6 +323,11 @@ def show(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
+def show_fields(head: str, tensors: TensorMap, separator: str = ", ") -> str:
+    """Ends a repr that begins with `head` by each key, with its shape and dtype."""
+    return separator.join([head, *(f"{key}={show(tensor)}" for key, tensor in tensors.items())]) + ")"
+
+
 def _equal_trees(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     if mine.keys() != theirs.keys():
         return False

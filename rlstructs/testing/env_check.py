@@ -14,6 +14,7 @@ import torch
 
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.gym_env import GymEnv
+from rlstructs.envs.gym_vector import GymVectorEnv
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.spaces import list_leaves
 from rlstructs.envs.vec_env import VecEnv
@@ -31,7 +32,7 @@ from rlstructs.testing.checked_gymnasium import (
     restarts_with_seed,
     seed_next_reset,
 )
-from rlstructs.testing.env_source import EnvSource, close, env_source
+from rlstructs.testing.env_source import BY_RESET, EnvSource, close, env_source
 from rlstructs.testing.final_observations import FinalObservations
 from rlstructs.testing.separate_streams import check_separate_streams
 from rlstructs.testing.space_check import check_declared
@@ -62,6 +63,7 @@ def check_env(
     - which environments run, the flags of episodes, and that a final observation is that of its own episode;
     - that observations do not change after they were returned;
     - that the seed alone decides what happens, separately for each environment, and nothing survives a reset with it;
+    - that `reset` of a gymnasium environment does not ignore its seed;
     - flags, infos and masks of the gymnasium environments in a `GymEnv` or `GymVectorEnv`.
 
     Args:
@@ -127,6 +129,13 @@ def _check_streams(source: EnvSource, run: _Run, seed: int, uses_seed: bool) -> 
                 "deterministic, check with uses_seed=False; otherwise draw only from generators that are seeded with "
                 f"{source.seeded_by}"
             )
+        alike = run.stream(source, seed + 1, roots=seed)[0] if run.is_gymnasium else None
+        if alike is not None and _first_difference(first, alike) is None:
+            raise SpecError(
+                f"{source.name}.reset ignores its seed: with seed={seed} and seed={seed + 1} it gives the same "
+                f"{run.n_steps} steps, if only the global random streams are alike; draw only from generators that are "
+                f"seeded with {BY_RESET}"
+            )
         check_separate_streams(source, run, seed)
 
 
@@ -136,25 +145,34 @@ class _Run:
     Args:
         act, env_info, n_steps: as of `check_env`.
         keeps_state: whether something may survive a reset.
+
+    Attributes:
+        is_gymnasium: whether the environments of the last run are gymnasium's, whose `reset` takes a seed.
     """
+
+    is_gymnasium = False
 
     def __init__(self, act: Act | None, env_info: DictTensor | None, n_steps: int, keeps_state: bool) -> None:
         self._act, self._env_info, self.n_steps, self.keeps_state = act, env_info, n_steps, keeps_state
 
-    def stream(self, source: EnvSource, seed: int, resets: bool = False) -> tuple[Stream, Stream]:
+    def stream(
+        self, source: EnvSource, seed: int, resets: bool = False, roots: int | None = None
+    ) -> tuple[Stream, Stream]:
         """Runs an environment, and once more after another reset with its seed.
 
         Args:
             source: makes the environment.
             seed: of the environment.
             resets: whether to run it the second time.
+            roots: seeds the global random streams; None for the same seed.
 
         Returns:
             Every observation of the first run and of the second, with labels. The second is empty without `resets`,
             for an environment that takes no other seed, and where something is meant to survive a reset.
         """
-        seed_global_streams(seed, None)  # as a worker does: environments may draw from them
+        seed_global_streams(seed if roots is None else roots, None)  # as a worker does
         env = source.make(seed)
+        self.is_gymnasium = isinstance(find_innermost(env), (GymEnv, GymVectorEnv))
         try:
             install_gymnasium_checks(env)
             resets = resets and source.is_new and restarts_with_seed(env) and not (self.keeps_state or source.is_kept)

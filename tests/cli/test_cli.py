@@ -122,6 +122,16 @@ def takes_none():
     return Fixed(4)
 
 
+class Choosing(torch.nn.Module):
+    """Chooses action 2."""
+
+    def forward(self, frame):
+        return torch.tensor([0.0, 0, 1e4, 0, 0]).expand(len(frame), 5)
+
+
+an_agent, network, makes_network = Fixed(3), Choosing(), lambda: Choosing()
+
+
 def raises():
     raise OddError(1, 2)
 
@@ -273,8 +283,10 @@ def test_an_id_without_version_means_the_newest(run):
 
 
 @pytest.mark.parametrize(
-    ("factory", "action"), [("takes_both", 1), ("takes_one", 2), ("takes_any", 3), ("takes_none", 4)]
-)
+    ("factory", "action"),
+    [("takes_both", 1), ("takes_one", 2), ("takes_any", 3), ("takes_none", 4), ("an_agent", 3), ("network", 2),
+     ("makes_network", 2), ("Choosing", 2)],
+)  # fmt: skip
 def test_the_factory_gets_the_spaces_that_it_takes(run, tmp_path, factory, action):
     out = tmp_path / "x.npz"
     assert run("collect", "Cli/Count-v0", *SMALL, "--agent", f"test_cli:{factory}", "--out", out)[0] == 0
@@ -454,7 +466,7 @@ ERRORS = {
     ),
     "agent of another class": (
         ["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:returns_none"],
-        "--agent test_cli:returns_none: must return an RL_Agent, got NoneType",
+        "--agent test_cli:returns_none: must return an RL_Agent or a torch.nn.Module, got NoneType",
     ),
     "agent raises": (
         ["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:raises"], "OddError: it went wrong .*"
@@ -479,6 +491,8 @@ ERRORS = {
     "info of nothing": (["info"], "one of the arguments FILE --system is required"),
     "info of two things": (["info", "x.npz", "--system"], ".*--system: not allowed with argument FILE"),
     "info missing": (["info", "no.npz"], "no.npz: no such file"),
+    "info missing folder": (["info", "no/such"], "no/such: no such file"),
+    "info missing state": (["info", "no.pt"], "no.pt: no such file"),
     "info damaged": (["info", "damaged.npz"], "damaged.npz: not a file of rlstructs, or a damaged one: .*"),
     "info weights": (
         ["info", "weights.pt"],

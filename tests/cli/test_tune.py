@@ -40,14 +40,18 @@ def test_bare_loops_step_and_reset():
 
 
 def test_one_trial_is_run_however_short_the_time():
-    trials = list(tune("CartPole-v1", 1, 0.01))
+    untried = []
+    trials = list(tune("CartPole-v1", 1, 0.01, untried))
     assert [trial.choice for trial in trials] == [Choice(1, 16, 128)]
     assert trials[0].speed > 0 and trials[0].limit > 0 and trials[0].share > 0
+    assert untried == [Choice(1, envs, 128) for envs in (64, 256, 4)] + [Choice(1, 16, n) for n in (32, 512)]
 
 
-def test_the_command_prints_a_table_and_the_best(capsys):
-    assert main(["bench", "tune", "CartPole-v1", "--seconds", "0.01"]) == 0
-    first, header, *rows, last = capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize("command", [["bench", "tune"], ["tune"]], ids=" ".join)
+def test_the_command_prints_a_table_the_best_and_what_was_not_tried(capsys, command):
+    assert main([*command, "CartPole-v1", "--seconds", "0.01"]) == 0
+    first, header, *rows, last, untried = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"not tried, as the time was up: --workers \d+ --envs 64 .*; --seconds gives more", untried)
     assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops, a process for each core: \d+", first)
     assert header.split() == ["workers", "envs", "timesteps", "steps/s", "limit", "share"]
     workers, envs, timesteps, *_, share = rows[0].split()

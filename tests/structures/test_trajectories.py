@@ -65,12 +65,16 @@ def test_it_reads_through_to_its_parts(t):
         list(t)
 
 
-def test_repr_shows_both_parts(t):
+def test_repr_shows_both_parts_with_a_line_for_each_key(t):
     assert repr(t) == (
         "Trajectories(\n"
-        "  info=DictTensor(n_elems=3, device=cpu, env_index=(3,) int64),\n"
-        "  trajectories=TemporalDictTensor(n_elems=3, n_timesteps=4, lengths=1..4, device=cpu, action/y=(3, 4) int64))"
+        "  info=DictTensor(n_elems=3, device=cpu,\n"
+        "    env_index=(3,) int64),\n"
+        "  trajectories=TemporalDictTensor(n_elems=3, n_timesteps=4, lengths=1..4, device=cpu,\n"
+        "    action/y=(3, 4) int64))"
     )
+    t.trajectories.set("action/z", torch.zeros(3, 4, 2))
+    assert repr(t).endswith("    action/y=(3, 4) int64,\n    action/z=(3, 4, 2) float32))")
 
 
 def test_cat_joins_both_parts_and_pads_with_zeros():  # CV33

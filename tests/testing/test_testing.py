@@ -779,3 +779,45 @@ def test_batches_of_other_environments_are_told():
 
 def test_signals_are_as_they_were():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class Global(gymnasium.Env):
+    """Draws from a global random stream, whatever seed `reset` gets."""
+
+    observation_space, action_space = spaces.Box(0, 1, (2,), np.float64), spaces.Discrete(2)
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def reset(self, *, seed=None, options=None):
+        return np.array([self.draw(), self.draw()]), {}
+
+    def step(self, action):
+        return np.array([self.draw(), 0.5]), 0.0, False, False, {}
+
+
+class Mixed(Global):
+    """Begins as `reset` is told to, and then draws from a global stream."""
+
+    def reset(self, *, seed=None, options=None):
+        gymnasium.Env.reset(self, seed=seed)
+        return self.np_random.random(2), {}
+
+
+DRAWS = {"random": lambda: random.random(), "numpy": lambda: np.random.rand(), "torch": lambda: torch.rand(()).item()}
+WAYS = {
+    "instance": lambda make: make(), "function": lambda make: make,
+    "list": lambda make: lambda seed: GymEnvInf([make()], seed),
+    "vector": lambda make: lambda seed: GymVectorEnv(gymnasium.vector.SyncVectorEnv([make]), seed),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_environment_that_ignores_the_seed_of_its_reset_is_refused(draw, way):
+    message = "ignores its seed: with seed=0 and seed=1 .* super\\(\\).reset\\(seed=seed\\)"
+    with pytest.raises(SpecError, match=message):
+        check_env(WAYS[way](lambda: Global(DRAWS[draw])), n_steps=5)
+    check_env(WAYS[way](lambda: Global(DRAWS[draw])), n_steps=5, uses_seed=False)
+    if way == "instance":
+        check_env(Mixed(DRAWS[draw]), n_steps=5)
