@@ -35,6 +35,15 @@ def attach(data: bytes) -> Any:
     return _Unpickler(io.BytesIO(data)).load()
 
 
+def can_attach(data: bytes) -> bool:
+    """Whether `attach` can open the memory; not outside Linux, nor where /proc hides processes (hidepid)."""
+    try:
+        attach(data)
+    except WorkerError:
+        return False
+    return True
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     def persistent_id(self, thing: Any) -> Any:
         return (os.getpid(), thing.fileno()) if isinstance(thing, SharedArena) else None
@@ -52,6 +61,8 @@ class _Unpickler(pickling.Unpickler):
 
 
 def _open(pid: int, fd: int) -> Descriptor:
+    if pid == os.getpid():
+        return Descriptor(os.dup(fd))
     path = f"/proc/{pid}/fd/{fd}"
     try:
         return Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))

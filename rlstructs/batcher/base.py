@@ -63,8 +63,8 @@ class BatcherBase:
 
         Where workers cannot write to a memory, the trainer adds each rollout as it hands it out. These are memories on
         a device or with `export=True`, buffers with one ring for all environments (those of torchrl, and a
-        `ReplayBuffer` unless there is only one worker), a `CachedReplayBuffer`, a `RayReplay`, and whatever a
-        `RayBatcher` feeds.
+        `ReplayBuffer` unless there is only one worker), a `CachedReplayBuffer`, a `RayReplay`, whatever a
+        `RayBatcher` feeds, and all of them outside Linux, or where /proc hides other processes (`hidepid`).
 
         Args:
             memory: of `rlstructs.memories` or `rlstructs.replay`, with a lane for each environment or one for all, or a

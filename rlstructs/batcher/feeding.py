@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping
 from typing import Any, cast
@@ -21,6 +22,8 @@ from rlstructs.shared.reading import specs_of_steps
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers import SharedArena
+from rlstructs.workers.attaching import pack
 
 # The lifecycle of the batcher that feeds a memory, by its store, or by the memory if it has none in this process.
 _fed: weakref.WeakKeyDictionary[Any, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
@@ -48,7 +51,7 @@ def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str
     names = own.choose_names([*example.trajectories, POLICY_VERSION]) if names is None else dict(names)
     if not names:
         raise SpecError("feed: names is empty; needed are names of columns and the keys that they get")
-    fed = _feed_by_workers(engine, own, example, names)
+    fed = _feed_by_workers(engine, life, own, example, names)
     if fed is None:
         is_here = isinstance(engine.transport, SlotTransport)
         fed = FedHere(memory.add_trajectories, names, Batch.lend if is_here else Batch.read)
@@ -65,7 +68,7 @@ def stop_feeding(life: Lifecycle) -> None:
 
 
 def _feed_by_workers(
-    engine: Engine, own: FedMemory, example: Trajectories, names: Mapping[str, str]
+    engine: Engine, life: Lifecycle, own: FedMemory, example: Trajectories, names: Mapping[str, str]
 ) -> Fed | None:
     """Prepares a memory for workers; returns None if only this process can write to it."""
     transport, storage = engine.transport, own.storage
@@ -80,6 +83,8 @@ def _feed_by_workers(
     n_timesteps = transport.layout.n_timesteps * (n_slots if has_one_lane else 1)
     if n_timesteps > columns.capacity:
         raise SpecError(f"feed: a lane of the memory has {columns.capacity} rows, and a rollout up to {n_timesteps}")
+    if not _can_attach(engine, life):
+        return None
     try:
         storage.share()
     except StateError:  # it lies on a device, or holds objects
@@ -87,6 +92,12 @@ def _feed_by_workers(
     own.define_columns(example, names)
     feed = Feed(own.writer, names)
     return FedByWorkers(feed, storage, has_one_lane, engine.supervisor, cast(SlotTransport, transport))
+
+
+def _can_attach(engine: Engine, life: Lifecycle) -> bool:
+    """Whether workers can open shared memory of this process: not outside Linux, nor where /proc hides processes."""
+    with contextlib.closing(SharedArena()) as arena, life.note_failures("feed", engine.is_halfway):
+        return engine.supervisor.can_attach(pack(arena))
 
 
 def _make_example(layout: Layout) -> Trajectories:

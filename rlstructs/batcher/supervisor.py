@@ -94,6 +94,11 @@ class Supervisor:
         """Gives every worker a memory to write to."""
         self._call("feed", packed)
 
+    def can_attach(self, packed: bytes) -> bool:
+        """Whether every worker can open shared memory of this process."""
+        requests = self._call("can_attach", packed, is_lasting=False)
+        return all(each.value for each in requests if each.error is None)
+
     def update(self, packed: Any, record_sent: Callable[[list[Future]], None]) -> list[Future]:
         """Updates every agent: at once, or, with a run-ahead, after the rollouts that were ordered before.
 

@@ -35,7 +35,7 @@ from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.arena import SharedArena
-from rlstructs.workers.attaching import attach
+from rlstructs.workers.attaching import attach, can_attach
 from rlstructs.workers.loop import close_job
 
 
@@ -121,6 +121,10 @@ class RolloutJob:
             packed: a `Feed`, or None for no memory, packed by `rlstructs.workers.attaching`.
         """
         self._feed = attach(packed)
+
+    def can_attach(self, packed: bytes) -> bool:
+        """Whether this process can open the shared memory of the main process; see `rlstructs.workers.attaching`."""
+        return can_attach(packed)
 
     def _attach_groups(self) -> None:
         """Finds the groups of environments, and maps the slots of each."""

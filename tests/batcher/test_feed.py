@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from rlstructs.replay.ring import HEAD, Ring
 from rlstructs.rollout.feeding import Feed
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 from rlstructs.testing.faulty_env import checksum_of
+from rlstructs.workers import attaching
 
 T = 6
 LENGTHS = [[3], [5]]  # of the episodes of two workers' environments
@@ -111,6 +113,38 @@ def run(n_rollouts, make=memory_of, table=LENGTHS, **settings):
             other.add_trajectories(batcher.get()[0])
             batcher.update(float(batcher.policy_version))
     return fed, other
+
+
+def hide_processes(index):
+    """Has this process see no other one in /proc, as with hidepid, or outside Linux."""
+    open_file, own = os.open, f"/proc/{os.getpid()}/"
+
+    def refuse(path, *args, **settings):
+        if str(path).startswith("/proc/") and not str(path).startswith(own):
+            raise PermissionError(13, "Permission denied")
+        return open_file(path, *args, **settings)
+
+    os.open = refuse
+
+
+@pytest.mark.parametrize("make", [memory_of, lambda: VectorReplayBuffer(40, 2)], ids=["memory", "buffer"])
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_where_processes_are_hidden_from_each_other_the_trainer_adds_what_it_hands_out(make, run_ahead):
+    fed, other = run(5, make, init_worker=hide_processes, run_ahead=run_ahead)
+    assert_equal(contents(fed.make_feed().storage), contents(other.make_feed().storage), {"policy_version"})
+    assert len(fed) == len(other) > 2 * T
+
+
+def test_a_worker_in_this_process_writes_to_a_memory_without_a_look_at_processes(monkeypatch):
+    def refuse(path, *args, **settings):
+        raise PermissionError(13, "Permission denied")
+
+    with count_batcher(LENGTHS[:1], T, autoreset=True, n_processes=0) as batcher:
+        monkeypatch.setattr(attaching, "os", SimpleNamespace(**{**vars(os), "open": refuse}))
+        batcher.feed(memory := memory_of(1))
+        batcher.reset()
+        batcher.execute()
+        assert batcher.wait() == (T, 1) and len(memory) == T
 
 
 def test_a_run_ahead_changes_no_row_and_each_row_says_of_which_update_it_is():
