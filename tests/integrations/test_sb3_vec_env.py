@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from functools import partial
+from types import ModuleType
 from typing import ClassVar
 
 import gymnasium
@@ -14,7 +16,7 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize, VecVideoRecorder
 
 from rlstructs.integrations.sb3 import SharedVecEnv
 from rlstructs.workers import WorkerCrashed
@@ -129,3 +131,19 @@ def test_ppo_has_the_same_transitions_and_weights_as_on_dummy_vec_env(cls):
 
     wanted = train(DummyVecEnv)
     assert all(np.array_equal(found, other) for found, other in zip(train(cls), wanted, strict=True))
+
+
+class Filmed(Walks):
+    """Says how fast it is to be shown."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 17, "own": [1]}
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_metadata_are_those_of_the_environment_also_for_a_video(tmp_path, n_workers, monkeypatch):
+    monkeypatch.setitem(sys.modules, "moviepy", ModuleType("moviepy"))  # writes the video, and need not be there
+    theirs, ours = DummyVecEnv([lambda: Filmed(BOX, 0)]), SharedVecEnv([lambda: Filmed(BOX, 0)], n_workers)
+    with contextlib.closing(ours):
+        assert ours.metadata == theirs.metadata == Filmed.metadata and ours.render_mode == theirs.render_mode
+        assert ours.get_attr("metadata") == theirs.get_attr("metadata")
+        assert VecVideoRecorder(ours, str(tmp_path), lambda step: False).frames_per_sec == 17

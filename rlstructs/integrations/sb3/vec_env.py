@@ -55,6 +55,8 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         self._calls = self._envs._calls  # gives the infos of each environment apart
         self._split = partial(split_infos, range(self._envs.num_envs))
         super().__init__(self._envs.num_envs, self._envs.single_observation_space, self._envs.single_action_space)
+        # The environment's own, as `DummyVecEnv` has them: `VecVideoRecorder` looks there for the frames per second.
+        self.metadata = {name: value for name, value in self._envs.metadata.items() if name != "autoreset_mode"}
 
     def reset(self) -> Any:
         """Starts an episode in every environment; returns the observations, (N, ...).
