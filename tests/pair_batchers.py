@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import io
 import tempfile
 import warnings
@@ -11,12 +12,21 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
+from clusters import ray_cluster
 from pair_books import Ledger, array
 from pair_worlds import N_ENVS, SEED, create_agent, create_env
 from pairs import Rule, Table
 from processes import worker_pids
 
-from rlstructs import Checkpoint, DictTensor, RL_Batcher, SpecError, TemporalDictTensor, Trajectories
+from rlstructs import (
+    Checkpoint,
+    DictTensor,
+    RayBatcher,
+    RL_Batcher,
+    SpecError,
+    TemporalDictTensor,
+    Trajectories,
+)
 from rlstructs.memories.jax import RandomMemory as JaxMemory
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
 from rlstructs.replay import (
@@ -36,19 +46,22 @@ VECTORS = ("sync same", "sync next", "sync disabled", "shared same", "shared nex
            "shared next groups", "shared same inline groups")  # fmt: skip
 SHARED = tuple(name for name in VECTORS if name.startswith("shared") and "inline" not in name)
 AGENTS = ("agents step", "agents rollout", "agents reset")
+# Environments that do not tell which of them has failed.
+NAMELESS = ("sync same", "sync next", "sync disabled", "own", "own ends", "own into", *AGENTS)
 IDLES = ("sync next", "shared next", "shared next groups", *AGENTS)
+ENV_RESTARTS = ("env restart after raise",) if "on_env_failure" in inspect.signature(RL_Batcher).parameters else ()
+STATES = ("exact same", "exact new", "best new", "plain same", "plain new", "checkpoint")
 SETTINGS = {
     "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "GymEnvInf seeds", *VECTORS, "own", "own ends", "own into",
             *AGENTS),
-    "start": ("forkserver", "spawn", "fork"),
-    "processes": ("0", "1", "2"),
+    "processes": ("0", "1 forkserver", "2 forkserver", "2 fork"),
     "ahead": ("0", "1", "2"),
-    "failure": ("none", "restart after raise", "restart after kill", "raise"),
+    "failure": ("none", "restart after raise", "restart after kill", "raise", *ENV_RESTARTS),
     "take": ("get", "out", "lease", "wait", "poll", "rollouts"),
     "memory": ("none", "RandomMemory", "PrioritizedMemory", "jax", "export", "ReplayBuffer", "VectorReplayBuffer",
                "CachedReplayBuffer", "ChunkReplayBuffer", "DictTensorReplayBuffer"),
     "early": ("none", "preempt", "min_workers"),
-    "state": ("none", "exact same", "exact new", "best new", "plain same", "plain new", "checkpoint"),
+    "state": ("none", *STATES),
     "wrapper": ("none", "observation", "reward", "both", "DeviceEnv", "own"),
     "device": ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",),
     "agent": ("plain", "state", "views", "history", "module"),
@@ -58,7 +71,27 @@ SETTINGS = {
     "debug": ("no", "yes"),
     "interlude": ("none", "reset", "evaluate", "late feed"),
     "way": ("constructor", "make"),
+    "over": ("this machine",),
 }  # fmt: skip
+# Where workers take seconds to start, each value comes once.
+RAY = {name: values[:1] for name, values in SETTINGS.items()} | {
+    "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "sync next", "shared same", "own", "agents step"),
+    "processes": ("2 forkserver",),
+    "ahead": ("0", "1"),
+    "failure": ("none", "restart after raise", "restart after kill", "raise"),
+    "take": ("get", "out", "wait", "poll", "rollouts"),
+    "memory": ("none", "RandomMemory", "VectorReplayBuffer", "ChunkReplayBuffer"),
+    "early": ("none", "preempt", "min_workers"),
+    "state": ("none", *STATES),
+    "wrapper": ("none", "both"),
+    "agent": ("plain", "state"),
+    "info": ("none", "both"),
+    "shows": ("infos", "dict"),
+    "acts": ("discrete", "dict"),
+    "interlude": ("none", "reset", "evaluate", "late feed"),
+    "over": ("Ray",),
+}  # fmt: skip
+SPAWNED = RAY | {"processes": ("1 spawn", "2 spawn"), "over": ("this machine",)}
 NORMALIZED = ("observation", "both")
 RULES = [
     # What the library refuses.
@@ -66,16 +99,19 @@ RULES = [
     Rule({"agent": ("history",), "env": IDLES}, "an agent that requires a history cannot act in", SpecError),
     Rule({"wrapper": NORMALIZED, "shows": ("numbers",)}, "the observation is not floating-point", SpecError),
     Rule({"agent": ("module",), "acts": ("dict",)}, "an action space must be one of", SpecError),
-    Rule({"start": ("fork",), "memory": ("jax",)}, "jax warns of a fork"),
+    Rule({"processes": ("2 fork",), "memory": ("jax",)}, "jax warns of a fork"),
     Rule({"env": SHARED, "state": ("exact same", "exact new", "checkpoint")},
          "SharedVectorEnv\\) cannot be brought back: pickle: TypeError: worker processes cannot be copied", SpecError),
+    Rule({"failure": ENV_RESTARTS, "env": NAMELESS},
+         "does not tell which of its environments has failed", SpecError),
+    Rule({"failure": ENV_RESTARTS, "wrapper": ("own", "DeviceEnv")}, "does not tell which of its env", SpecError),
     # What there is no call for, or no sense in.
     Rule({"agent": ("module",), "info": ("agent_info", "both")}, "a module is given none"),
     Rule({"take": ("lease", "rollouts"), "early": ("preempt", "min_workers")}, "they wait for all workers"),
     Rule({"take": ("rollouts",), "info": ("agent_info", "env_info", "both")}, "they reset without an info"),
-    Rule({"failure": ("restart after raise", "restart after kill"), "processes": ("0",)}, "no worker to replace"),
-    Rule({"failure": ("raise",), "state": ("exact same", "exact new", "best new", "plain same", "plain new",
-                                           "checkpoint")}, "the batcher has failed by then"),
+    Rule({"failure": ("restart after kill",), "processes": ("0",)}, "it would end this process"),
+    Rule({"failure": ("raise",), "state": STATES}, "the batcher has failed by then"),
+    Rule({"failure": ("restart after raise",), "processes": ("0",), "state": STATES}, "the batcher has failed by then"),
     Rule({"memory": ("none",), "interlude": ("late feed",)}, "there is no memory"),
 ]  # fmt: skip
 
@@ -149,11 +185,13 @@ class Course:
 
     def __init__(self, case, stack):
         self.case, self.stack = case, stack
-        self.n_processes, self.ahead = int(case["processes"]), int(case["ahead"])
+        self.n_processes, self.ahead = int(case["processes"][0]), int(case["ahead"])
         self.n_workers = max(1, self.n_processes)
         self.n_envs = N_ENVS + case["env"].startswith("agents")  # of one worker
         self.n = self.n_workers * self.n_envs
         self.ledger, self.version, self.turns, self.kept = Ledger(), 0, 0, None
+        if case["failure"] in ENV_RESTARTS:  # the last environment begins anew once, and no worker does
+            self.ledger.lost.add(self.n - 1)
         self.has_agent_info, self.has_env_info = (case["info"] in (name, "both") for name in ("agent_info", "env_info"))
         self.memory = self.twin = None
         if case["memory"] != "none":
@@ -174,8 +212,11 @@ class Course:
         settings = {name: example for name, example in examples.items() if case["info"] in (name, "both")}
         settings |= {
             "device": case["device"], "timeout": 60, "run_ahead": self.ahead, "debug": case["debug"] == "yes",
-            "on_worker_failure": "restart" if "restart" in case["failure"] else "raise", "start_method": case["start"],
+            "on_worker_failure": "restart" if case["failure"].startswith("restart") else "raise",
+            "start_method": case["processes"][2:] or None,
         }  # fmt: skip
+        if case["failure"] in ENV_RESTARTS:
+            settings["on_env_failure"] = "restart"
         if case["way"] == "make":
             def create(n_envs, seed, **arguments):
                 return create_env(n_envs=n_envs, seed=seed, **arguments)
@@ -185,9 +226,10 @@ class Course:
                 seed=SEED, env_args=env_args, **settings,
             )  # fmt: skip
         else:
-            made = RL_Batcher(
+            cls, more = (RayBatcher, {"n_nodes": 2}) if case["over"] == "Ray" else (RL_Batcher, {})
+            made = cls(
                 T, create_agent, agent_args, create_env, env_args | {"n_envs": self.n_envs}, self.n_processes, SEED,
-                **settings,
+                **settings, **more,
             )  # fmt: skip
         return self.stack.enter_context(made)
 
@@ -241,7 +283,7 @@ class Course:
         if self.case["early"] == "preempt":
             early = {"preempt": 0.5}
         elif self.case["early"] == "min_workers":
-            early = {"min_workers": 1}
+            early = {"min_nodes" if self.case["over"] == "Ray" and how != "wait" else "min_workers": 1}
         if how == "lease":
             with self.batcher.lease() as (trajectories, n_running):
                 found = trajectories.clone()
@@ -299,10 +341,11 @@ class Course:
         lost = stats["lost_rollouts"]
         for env, generations in self.ledger.generations.items():
             restarts = stats["workers"][env // self.n_envs]["restarts"]
-            limit = 1 + restarts + (self.case["state"].startswith(("plain", "best")))
+            limit = 1 + restarts + self.case["state"].startswith(("plain", "best"))
+            limit += self.case["failure"] in ENV_RESTARTS
             assert len(generations) <= limit, f"environment {env} has had {generations}, of {restarts} restarts"
         assert bool(lost) == bool(stats["restarts"]) or self.ahead or self.case["early"] == "min_workers"
-        if "restart" in self.case["failure"] and self.case["state"] == self.case["early"] == "none":
+        if self.case["failure"].startswith("restart") and self.case["state"] == self.case["early"] == "none":
             assert stats["restarts"], "no worker was replaced"
         assert int(self.batcher.metrics()["rollout/steps"]) == self.ledger.n_steps
 
@@ -445,6 +488,7 @@ def widen(batch, n):
 
 def run(case):
     before = worker_pids()
+    fails = case["failure"] == "raise" or (case["failure"].startswith("restart") and case["processes"] == "0")
     with ExitStack() as stack:
         course = Course(case, stack)
         try:
@@ -458,14 +502,23 @@ def run(case):
                 course.turn()
             course.check_end()
         except RuntimeError as error:
-            if case["failure"] != "raise" or "told to fail" not in str(error):
+            if not fails or "told to fail" not in str(error):
                 raise
         else:
-            assert case["failure"] != "raise", "no failure was raised"
+            assert not fails, "no failure was raised"
     del course
     gc.collect()
     left = worker_pids() - before
     assert not left, f"processes are left: {left}"
 
 
+@contextlib.contextmanager
+def around_ray():
+    with ray_cluster(2), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="ray")
+        yield
+
+
 TABLE = Table(SETTINGS, RULES, run)
+SPAWNED_TABLE = Table(SPAWNED, RULES, run, strength=1)
+RAY_TABLE = Table(RAY, RULES, run, strength=1, around=around_ray)

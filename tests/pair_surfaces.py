@@ -19,7 +19,16 @@ from gymnasium import spaces
 from pair_worlds import length_of
 from pairs import Rule, Table
 
-from rlstructs import Checkpoint, DictTensor, GymEnvInf, RL_Agent, RL_Batcher, SpecError
+from rlstructs import (
+    Checkpoint,
+    DictTensor,
+    GymEnvInf,
+    RL_Agent,
+    RL_Batcher,
+    SpecError,
+    TemporalDictTensor,
+    Trajectories,
+)
 from rlstructs.memories import jax as jax_memories
 from rlstructs.memories import torch as torch_memories
 from rlstructs.memories import warp as warp_memories
@@ -50,16 +59,16 @@ RLBERRY = ("rlberry one", "rlberry lanes")
 TORCHRL = ("torchrl list", "torchrl tensor", "torchrl memmap")
 SETTINGS = {
     "surface": (*SKRL, *TIANSHOU, *RLBERRY, *TORCHRL),
-    "into": ("trajectories", "rows", "fed"),
+    "into": ("trajectories", "rows", "fed", "mixed"),
     "out": ("sample", "n_step", "cross", "mask", "never", "stack", "all", "index", "iterate", "neighbours"),
     "priorities": ("no", "yes"),
     "restore": ("none", "npz", "pt", "h5", "csv", "pickle", "deepcopy", "checkpoint", "state_dict", "load while fed"),
     "shows": ("float32", "float64", "int64", "uint8", "bfloat16", "frame", "dict"),
     "acts": ("int", "float"),
-    "framework": ("numpy", "torch", "jax", "warp"),
-    "given": ("numpy", "torch", "jax"),
+    "framework": ("torch", "numpy", "jax", "warp"),
+    "given": ("torch", "numpy", "jax"),
     "option": ("none", "shared", "strict", "ignore_obs_next", "save_only_last_obs"),
-    "filled": ("half", "twice"),
+    "filled": ("half", "twice", "tiny"),
 }  # fmt: skip
 
 
@@ -71,7 +80,13 @@ RULES = [
     # What the library refuses.
     Rule({"surface": ("tianshou cached",), "priorities": ("yes",)}, "must be a plain ReplayBuffer", TypeError),
     Rule({"surface": SKRL, "restore": ("h5",)}, "the format must be one of", SpecError),
+    Rule({"into": ("fed",), "filled": ("tiny",), "surface": (*SKRL, "tianshou one", "tianshou vector", *RLBERRY)},
+         "rows, and a rollout up to", SpecError),
     # What there is no call for, or no sense in.
+    Rule({"into": ("mixed",), "surface": ONE_LANE}, "rows of several environments in turns"),
+    Rule({"surface": TORCHRL, "into": ("fed",), "filled": ("tiny",)}, "its rows wait for no room"),
+    Rule({"into": ("mixed",), "option": ("save_only_last_obs",)}, "observations come as stacks"),
+    Rule({"into": ("mixed",), "restore": ("load while fed",)}, "it is not fed"),
     Rule({"surface": SKRL, "out": ("stack", "neighbours")}, "memories have no stacks"),
     Rule({"surface": TIANSHOU, "out": ("cross", "mask", "never")}, "tianshou has no sequences"),
     Rule({"surface": RLBERRY, "out": ("index", "iterate", "neighbours")}, "rlberry has no indexing"),
@@ -295,11 +310,12 @@ class Course:
         self.names = NAMES[self.family]
         self.n_lanes = 1 if self.is_one and case["into"] == "rows" else N_LANES
         is_cached = case["surface"] == "tianshou cached"
-        self.capacity = CAPACITY * (N_LANES if self.is_one else 1)
+        self.each = 3 if case["filled"] == "tiny" else CAPACITY  # T is 4
+        self.capacity = self.each * (N_LANES if self.is_one else 1)
         self.log = Log(1 if self.is_one else N_LANES, 10**6 if is_cached else self.capacity)
         self.t, self.batcher = 0, None
         self.memory = self.make()
-        if case["into"] != "rows":
+        if case["into"] in ("trajectories", "fed"):
             settings = {name: case[name] for name in ("shows", "acts")}
             self.batcher = stack.enter_context(
                 RL_Batcher(T, Reading, settings, create_env, settings | {"n_envs": N_LANES}, 0, 0)
@@ -319,9 +335,9 @@ class Course:
         if self.family == "skrl":
             library = {"torch": torch_memories, "jax": jax_memories, "warp": warp_memories}[surface.split()[1]]
             cls = library.PrioritizedMemory if has_priorities else library.RandomMemory
-            memory = cls(memory_size=CAPACITY, num_envs=N_LANES, device="cpu", seed=seed,
+            memory = cls(memory_size=self.each, num_envs=N_LANES, device="cpu", seed=seed,
                          strict=case["option"] == "strict")  # fmt: skip
-            if case["into"] == "rows":
+            if case["into"] in ("rows", "mixed"):
                 self.create_tensors(memory)
             if case["option"] == "shared" and not seed:
                 memory.share_memory()
@@ -335,7 +351,7 @@ class Course:
                 self.capacity * self.log.n_lanes, seed, n_lanes=self.log.n_lanes, enable_prioritized=has_priorities,
                 episode_ends=out if out in ("cross", "mask", "never") else "cross", **reading,
             )  # fmt: skip
-            if case["into"] == "rows":
+            if case["into"] in ("rows", "mixed"):
                 for name, value in self.row_values(np.zeros(1, np.int64)).items():
                     memory.setup_entry(name, value.dtype)
             return memory
@@ -355,7 +371,7 @@ class Course:
     def make_tianshou(self, surface, has_priorities, settings):
         if surface == "tianshou vector":
             cls = PrioritizedVectorReplayBuffer if has_priorities else VectorReplayBuffer
-            return cls(CAPACITY * N_LANES, N_LANES, **settings)
+            return cls(self.each * N_LANES, N_LANES, **settings)
         cls = PrioritizedReplayBuffer if has_priorities else ReplayBuffer
         if surface == "tianshou one":
             return cls(self.capacity, **settings)
@@ -392,7 +408,14 @@ class Course:
 
     def write(self):
         """T more rows of each environment."""
-        if self.case["into"] == "rows":
+        if self.case["into"] == "mixed" and self.t % (2 * T):
+            ids = np.arange(N_LANES)[:, None] * N_EACH + self.t + np.arange(T)
+            self.memory.add_trajectories(self.trajectories(ids), self.keys())
+            for lane, rows in enumerate(ids):
+                self.note(lane, rows)
+            self.t += T
+            return
+        if self.case["into"] in ("rows", "mixed"):
             for _ in range(T):
                 self.write_row(np.arange(self.n_lanes) * N_EACH + self.t)
                 self.t += 1
@@ -405,6 +428,21 @@ class Course:
         for lane in range(N_LANES):
             self.note(lane, lane * N_EACH + self.t + np.arange(T), True)
         self.t += T
+
+    def trajectories(self, ids):
+        """Trajectories (3, T) of these rows, as a batcher gives them."""
+        shows, named = self.case["shows"], {"": "frame"}
+        found = {f"observation/{named.get(key, key)}": value for key, value in shown(shows, ids).items()}
+        found |= {f"_observation/{named.get(key, key)}": value for key, value in followed(shows, ids).items()}
+        found |= {"action/action": acted(self.case["acts"], ids), "_observation/reward": (ids / 8).astype(np.float32)}
+        found["_observation/terminated"] = ENDS[ids] & TERMINATED[ids]
+        found["_observation/truncated"] = ENDS[ids] & ~TERMINATED[ids]
+        found["observation/initial_state"] = STEP[ids] == 0
+        steps = {key: torch.from_numpy(value) for key, value in found.items()}
+        if shows == "bfloat16":
+            steps |= {key: steps[key].bfloat16() for key in ("observation/frame", "_observation/frame")}
+        info = DictTensor({"env_index": torch.arange(N_LANES)})
+        return Trajectories(info, TemporalDictTensor(steps, torch.full((N_LANES,), T)))
 
     def note(self, lane, ids, is_piece=False):
         self.log.add(0 if self.is_one else lane, ids, is_piece and self.is_one)
@@ -530,7 +568,8 @@ class Course:
 
     def check_windows(self, ids, mask, way):
         for row, valid in zip(ids, mask, strict=True):
-            for one, other, counts in zip(row[:-1].tolist(), row[1:].tolist(), valid[1:].tolist(), strict=True):
+            both = valid[:-1] & valid[1:]
+            for one, other, counts in zip(row[:-1].tolist(), row[1:].tolist(), both.tolist(), strict=True):
                 if way != "cross" and counts:
                     assert self.log.after(one) == other, f"{way}: row {other} does not follow {one} in its episode"
                 elif way == "cross":

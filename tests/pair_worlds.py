@@ -37,6 +37,8 @@ N_ENVS, N_AGENTS = 3, 2
 # The step, over all episodes, in which the last environment of the last worker fails.
 FAILS_AT = 9
 SEED = 7
+# What a new life of an environment adds to its generation, which is the restart number of its worker.
+LIFE = 4096
 FACTOR, LIMIT = 1_103_515_245, 2_147_483_647
 
 
@@ -260,7 +262,7 @@ AUTORESET = {"same": "SameStep", "next": "NextStep", "disabled": "Disabled"}
 
 def create_env(env, shows, acts, wrapper, fails, n_envs, seed, n_workers, in_worker):
     """The environments of a worker, of class `env`."""
-    worker, generation = seed.worker_index, seed.restart_number
+    worker, generation = seed.worker_index, seed.restart_number + LIFE * getattr(seed, "life", 0)
     several = env.startswith("agents")
     n = n_envs // N_AGENTS if several else n_envs
     keys = dict.fromkeys(FIELDS, np.int64) if shows == "infos" else ()

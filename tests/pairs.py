@@ -3,7 +3,7 @@ r"""Settings in pairs: each value of a setting meets each value of every other o
     python tests/pairs.py
     python tests/pairs.py --seed 3 --only batchers
     python tests/pairs.py --only surfaces --case 17
-    python tests/pairs.py --only batchers --case env=gym,start=fork
+    python tests/pairs.py --only batchers --case 'env=gym,processes=2 fork'
 
 A table lists the values of each setting, and the pairs that are excluded: because the library refuses them, which is
 tested, or because there is no such call. A covering array is drawn, in which every other pair meets in some case, and
@@ -13,6 +13,7 @@ the cases are run. A new setting is one line in a table, and its pairs follow.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import itertools
 import random
@@ -55,11 +56,15 @@ class Table:
         settings: name -> values, the first of which is the usual one.
         rules: the combinations that are excluded.
         run: runs a case, a dict of values by name; raises what goes wrong.
+        strength: 2 for pairs, 1 for values that each come once.
+        around: the context of all cases.
     """
 
     settings: Mapping[str, Sequence[str]]
     rules: Sequence[Rule]
     run: Callable[[Mapping[str, str]], None] = field(compare=False)
+    strength: int = 2
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def allows(self, case):
         return not any(rule.excludes(case) for rule in self.rules)
@@ -68,11 +73,14 @@ class Table:
         return {name: each[0] for name, each in self.settings.items()} | values
 
     def pairs(self):
-        """Every pair of values of two settings that no rule excludes by itself."""
-        for one, other in itertools.combinations(self.settings, 2):
-            for pair in itertools.product(self.settings[one], self.settings[other]):
-                if self.allows(dict(zip((one, other), pair, strict=True))):
-                    yield (one, pair[0]), (other, pair[1])
+        """Every pair of values of two settings that no rule excludes by itself; of strength 1 every value."""
+        for names in itertools.combinations(self.settings, self.strength):
+            for values in itertools.product(*(self.settings[name] for name in names)):
+                if self.allows(dict(zip(names, values, strict=True))):
+                    yield tuple(zip(names, values, strict=True))
+
+    def pairs_of(self, case):
+        return itertools.combinations([(name, case[name]) for name in self.settings], self.strength)
 
     def complete(self, case, names, missing, rng):
         """A case that is allowed, with values for these settings too, and many missing pairs; None if there is none."""
@@ -82,7 +90,8 @@ class Table:
 
         def gain(value):
             mine = (name, value)
-            return sum((mine, each) in missing or (each, mine) in missing for each in case.items())
+            others = case.items() if self.strength == 2 else [()]
+            return sum((mine, each) in missing or (each, mine) in missing or (mine,) in missing for each in others)
 
         values = rng.sample(self.settings[name], len(self.settings[name]))
         for value in sorted(values, key=gain, reverse=True):
@@ -110,11 +119,11 @@ class Table:
                     impossible.append(pair)
                     missing.discard(pair)
                     break
-                found.append((len(missing & set(pairs_of(case, self.settings))), len(found), case))
+                found.append((len(missing & set(self.pairs_of(case))), len(found), case))
             else:
                 case = max(found)[2]
                 cases.append({name: case[name] for name in self.settings})
-                missing -= set(pairs_of(case, self.settings))
+                missing -= set(self.pairs_of(case))
         return cases, impossible
 
     def refused(self):
@@ -128,15 +137,14 @@ class Table:
                         yield case, rule
 
 
-def pairs_of(case, settings):
-    return itertools.combinations([(name, case[name]) for name in settings], 2)
-
-
 def tables():
     import pair_batchers
     import pair_surfaces
 
-    return {"batchers": pair_batchers.TABLE, "surfaces": pair_surfaces.TABLE}
+    return {
+        "batchers": pair_batchers.TABLE, "surfaces": pair_surfaces.TABLE, "spawned": pair_batchers.SPAWNED_TABLE,
+        "ray": pair_batchers.RAY_TABLE,
+    }  # fmt: skip
 
 
 def run_case(table, case):
@@ -183,17 +191,19 @@ def read(text, table):
 
 
 def main(options):
-    n_failed = 0
-    for name, table in tables().items():
-        if options.only not in (None, name):
-            continue
+    return sum(run_table(name, table, options) for name, table in tables().items() if options.only in (None, name))
+
+
+def run_table(name, table, options):
+    """Runs the cases of a table; returns how many failed."""
+    with table.around():
         began = time.monotonic()
         text = options.case or ""
         cases, impossible = table.cover(options.seed) if not text or text.isdigit() else ([read(text, table)], [])
-        refused = [] if text else list(table.refused())
+        refused = [] if text or table.strength == 1 else list(table.refused())
         cases = [cases[int(text)]] if text.isdigit() else cases
         # jax warns of a fork from the moment on in which it is used.
-        cases.sort(key=lambda case: case.get("start") != "fork")
+        cases.sort(key=lambda case: not case.get("processes", "").endswith("fork"))
         failed, ran = [], []
         for number, (case, rule) in enumerate([*((case, None) for case in cases), *refused]):
             if time.monotonic() - began > options.limit:
@@ -209,13 +219,13 @@ def main(options):
                       f"python tests/pairs.py --only {name} --case '{written(case, table)}'", flush=True)
                 if options.first:
                     break
-        covered = {pair for case in ran for pair in pairs_of(case, table.settings)}
-        n_pairs = len(set(table.pairs()))
-        print(f"{name}: {n_pairs} pairs, {len(covered)} covered, {len(impossible)} impossible because of a third "
+        pairs = set(table.pairs())
+        covered = pairs & {pair for case in ran for pair in table.pairs_of(case)}
+        what = "pairs" if table.strength == 2 else "values"
+        print(f"{name}: {len(pairs)} {what}, {len(covered)} covered, {len(impossible)} impossible because of a third "
               f"setting; {len(ran)} of {len(cases) + len(refused)} cases ran, {len(refused)} of them to be refused, "
               f"{len(failed)} failed, {time.monotonic() - began:.0f} s, seed {options.seed}", flush=True)  # fmt: skip
-        n_failed += len(failed)
-    return n_failed
+    return len(failed)
 
 
 if __name__ == "__main__":
@@ -223,7 +233,7 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the covering arrays; default: 0")
-    parser.add_argument("--only", help="one table: batchers or surfaces")
+    parser.add_argument("--only", help="one table: batchers, surfaces, spawned or ray")
     parser.add_argument("--case", help="one case: its number, or its settings, as a failure prints them")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no other case begins")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
