@@ -33,12 +33,14 @@ LONGEST_NUMBER = 100
 CELLS_AT_ONCE = 1 << 14
 # Keys of the .json: the checksum of the .json without this entry, and that of the .csv.
 CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
+# Key and value of the .json that say that rows are in the order of flat indexes, as in skrl's files.
+ORDER, STORED = "order", "stored"
 
 
 def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
     """Writes the valid rows to a .csv, and everything else to a .json of the same name."""
     tensors, names = memory._tensors, memory.get_tensor_names()
-    rows = tensors.allocate().span().by_step()
+    rows = _list_rows(tensors.allocate().span())
     more = {name: array.tolist() for name, array in bookkeeping.items()}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
     with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
@@ -49,9 +51,15 @@ def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> N
                 some = rows[start : start + 4096]
                 lists = [tensors.read_numbers(name, some).reshape(some.size, -1).tolist() for name in names]
                 writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
-        state = {**format_of, **memory._state(), "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
+        own = {**format_of, **memory._state(), ORDER: STORED}
+        state = {**own, "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
         with open(beside, "x", encoding="utf-8") as file:
             file.write(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
+
+
+def _list_rows(span: Span) -> np.ndarray:
+    """The valid rows by flat index, as skrl writes them."""
+    return np.sort(span.every_row())
 
 
 def _checksum_of_lines(path: Path) -> int:
@@ -93,7 +101,8 @@ def load(memory: Memory, path: Path) -> None:
         given = state["more"]
         more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in BOOKKEEPING.items() if name in given}
         specs, restore = plan_restore(memory, path, state, more)
-        lane_rows = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns).by_step()
+        span = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns)
+        lane_rows = _list_rows(span) if state.get(ORDER) == STORED else span.by_step()  # older files are by time
         tensors = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(lane_rows))
         write_rows(memory, path, specs, lane_rows, tensors)
     restore()

@@ -20,6 +20,7 @@ from rlstructs.replay.claims import Claims, plain_state
 from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.span import find_starts
+from rlstructs.replay.streams import Stream
 from rlstructs.replay.values import generator_of, row_ids
 
 
@@ -35,7 +36,8 @@ class Memory(CopiedWhole, ABC):
         export: whether to save the memory each time it has filled up.
         export_format: "pt", "npz" or "csv".
         export_directory: folder to save to, in a subfolder `memories`.
-        seed: of the random generator; None draws a seed from the library's global generator.
+        seed: of the random generator; None draws a seed from the library's global generator. A copy in another process,
+            forked or sent to one that is started, draws from a stream of its own, which follows from the seed.
         strict: whether unknown names, None values, numbers that do not fit their tensor's dtype and unknown devices are
             errors. If not, such names and values are skipped and numbers are cast, as in skrl, and the default device
             replaces an unknown one, with a warning in the log.
@@ -69,11 +71,19 @@ class Memory(CopiedWhole, ABC):
         self.export_format = files.check_format(export_format)
         self.export_directory = export_directory
         self.sampling_indexes: Any = None
-        self._rng = generator_of(self.framework.draw_seed() if seed is None else seed)
+        self._stream = Stream(generator_of(self.framework.draw_seed() if seed is None else seed))
 
     def __len__(self) -> int:
         """Number of valid rows, over all environments."""
         return len(self._storage)
+
+    @property
+    def _rng(self) -> np.random.Generator:
+        return self._stream.generator
+
+    @_rng.setter
+    def _rng(self, generator: np.random.Generator) -> None:
+        self._stream.generator = generator
 
     @property
     def device(self) -> Any:
@@ -294,7 +304,7 @@ class Memory(CopiedWhole, ABC):
         """Copies of the rows with these flat indexes.
 
         Args:
-            names: names of tensors; unknown ones give None.
+            names: names of tensors; unknown ones give None, with one warning in the log.
             indexes: int (n,) in [0, memory_size * num_envs); may have more axes, which the result then has too.
             mini_batches: number of parts, of nearly equal size.
 
@@ -317,7 +327,7 @@ class Memory(CopiedWhole, ABC):
         """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
 
         Args:
-            names: names of tensors; unknown ones give None.
+            names: names of tensors; unknown ones give None, with one warning in the log.
             mini_batches: number of parts, of nearly equal size.
             sequence_length: rows per sequence; parts hold whole sequences. The last one of an environment may be
                 shorter.

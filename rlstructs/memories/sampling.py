@@ -71,7 +71,7 @@ class RandomMemory(memory.Memory):
         """Draws rows at random and returns copies.
 
         Args:
-            names: names of tensors; unknown ones give None.
+            names: names of tensors; unknown ones give None, with one warning in the log.
             batch_size: number of rows or sequences; without replacement there may be fewer.
             mini_batches: number of parts; they hold whole sequences and are of nearly equal size.
             sequence_length: consecutive rows of one environment, adjacent in the result, none after the newest.

@@ -101,8 +101,8 @@ def load_csv(memory: Memory, path: Path) -> None:
         check_complete(tensors, path, sizes)
         most, find_spec = tensors.storage.columns.n_rows, partial(_choose_spec, tensors)
         n_rows, specs, found = csv_files.read_rows(file, sizes, most, find_spec)
-    if not n_rows:
-        raise ValueError("it has no rows, and so does not say what its tensors hold")
+    if not n_rows:  # it does not say what its tensors hold: those that there are stay, and none is created
+        specs = {name: _choose_spec(tensors, name, [""] * n) for name, n in sizes.items() if name in tensors.dtypes}
     write_rows(memory, path, specs, np.arange(n_rows), found)
     _set_valid_rows(memory, n_rows)
 

@@ -71,6 +71,7 @@ class Tensors:
         self.dtypes: dict[str, Any] = {}
         self.planned: dict[str, Spec] = {}
         self.exposed: set[str] = set()
+        self._unmissed: set[str] = set()  # names of no tensor that need no warning, or have had it
         self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
@@ -104,6 +105,7 @@ class Tensors:
     def create(self, name: str, size: Any, dtype: Any, keep_dimensions: bool) -> bool:
         """Adds a tensor; see `Memory.create_tensor`."""
         if size is None:
+            self._unmissed.add(name)
             return False
         named = self.convert_dtype(name, dtype)
         shape = _as_shape(size) if keep_dimensions else (n_elements(size),)
@@ -250,7 +252,16 @@ class Tensors:
         if strict and len(known) < len(names):
             unknown = sorted(set(names) - set(dtypes))
             raise MissingKeyError(f"no tensor(s) {unknown} in this memory, there are {sorted(dtypes)}")
+        if len(known) < len(names):
+            self._warn_of(set(names) - set(dtypes) - self._unmissed)
         return list(names), known
+
+    def _warn_of(self, unknown: set[str]) -> None:
+        """Warns once of names that are those of no tensor; not if one was to be created with a size of None."""
+        if unknown:
+            self._unmissed |= unknown
+            there, text = sorted(self.dtypes), "no tensor(s) %s in this memory, there are %s: None takes their place"
+            LOG.warning(f"{text}; with strict=True that is an error", sorted(unknown), there)
 
     def split(
         self, names: list[str], known: list[str], arrays: list[Any], mini_batches: int, starts: np.ndarray | None = None

@@ -17,6 +17,7 @@ from rlstructs.replay.intake import Intake
 from rlstructs.replay.reading import Reading
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
+from rlstructs.replay.streams import Stream
 from rlstructs.replay.values import generator_of
 from rlstructs.structures.trajectories import Trajectories
 
@@ -47,7 +48,7 @@ class Buffer(CopiedWhole):
         device: Any = None, reading: Reading | None = None, columns: Columns | None = None,
     ) -> None:  # fmt: skip
         self._export = Exporter(framework, device)
-        self._rng = generator_of(seed)
+        self._stream = Stream(generator_of(seed))
         self._reading = Reading() if reading is None else reading
         self._storage = Storage(n_lanes, capacity, columns=columns)
         self._storage.track_episodes()
@@ -66,6 +67,14 @@ class Buffer(CopiedWhole):
     def nbytes(self) -> int:
         """Bytes of rows and bookkeeping; a frame that is stored once counts once."""
         return self._storage.nbytes
+
+    @property
+    def _rng(self) -> np.random.Generator:
+        return self._stream.generator
+
+    @_rng.setter
+    def _rng(self, generator: np.random.Generator) -> None:
+        self._stream.generator = generator
 
     @property
     def _specs(self) -> dict[str, Spec]:

@@ -1713,3 +1713,21 @@ def test_a_copy_writes_as_its_original(kind, again):
     for each in (memory, other):
         add(each, kind, t=[[3.0], [3.0]], e=[[0.0], [1.0]])
     assert snapshot(other) == snapshot(memory) and every(other, "t") == [[[0, 0, 1, 1, 2, 2, 3, 3]]]
+
+
+def test_a_name_without_a_tensor_gives_none_and_one_warning_that_names_it(kind, caplog):
+    memory = make(kind, 4, 2, ["a"])
+    memory.create_tensor("states", None)  # as skrl's agents do where there are none
+    add(memory, kind, a=[[1], [2]])
+    for draw in (memory.sample, memory.sample):
+        assert draw(["a", "rewrds"], 2)[0][1] is None
+    assert memory.sample_by_index(["rewrds"], [0])[0] == memory.sample_all(["rewrds"])[0] == [None]
+    [record] = [record for record in caplog.records if "no tensor(s)" in record.getMessage()]
+    assert "no tensor(s) ['rewrds'] in this memory, there are ['a']" in record.getMessage()
+    assert memory.sample(["states", "others"], 1)[0] == [None, None]
+    assert [record.args[0] for record in caplog.records if "no tensor(s)" in record.msg] == [["rewrds"], ["others"]]
+    strict = make(kind, 4, 2, ["a"], strict=True)
+    add(strict, kind, a=[[1], [2]])
+    for draw, *more in ((strict.sample, 1), (strict.sample_all,), (strict.sample_by_index, [0])):
+        with pytest.raises(MissingKeyError, match=r"no tensor\(s\) \['b'\] in this memory, there are \['a'\]"):
+            draw(["b"], *more)

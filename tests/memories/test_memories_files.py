@@ -16,6 +16,7 @@ import torch
 from frameworks import EVERY_KIND, KINDS, add, array, counted, flat, host, kind_of, make, snapshot
 
 from rlstructs.errors import FileError, SpecError
+from rlstructs.memories import csv_files
 
 FORMATS = ["pt", "npz", "csv"]
 TENSORS = {
@@ -278,7 +279,7 @@ def test_files_of_other_memories_of_skrl_are_refused(kind, form, case, tmp_path)
         ("a.0,b.1\r\n1.0,1.0\r\n", "its first line does not name columns of tensors: 'b.1'"),
         ("a.0,b.0,a.1\r\n1.0,1.0,1.0\r\n", "its first line does not name columns of tensors: 'a.1'"),
         ("a\r\n1.0\r\n", "its first line does not name columns of tensors"),
-        ("a.0\r\n", "it has no rows"), ("", "its first line does not name columns of tensors"),
+        ("", "its first line does not name columns of tensors"),
     ],
 )  # fmt: skip
 def test_text_that_skrl_did_not_write_is_refused(kind, text, message, tmp_path):
@@ -289,6 +290,46 @@ def test_text_that_skrl_did_not_write_is_refused(kind, text, message, tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"x\.json: no such file; without it .*{message}"):
         memory.load(path)
     assert snapshot(memory) == before and not memory.get_tensor_names()
+
+
+def test_a_csv_file_with_a_header_alone_is_an_empty_memory(kind, tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"a.0,a.1,b.0\r\n")
+    memory = make(kind, 4, 2, {"a": ("float32", 2), "b": ("int32", 1)})
+    add(memory, kind, a=np.ones((2, 2), np.float32), b=np.ones((2, 1), np.int32))
+    memory.load(path)
+    assert len(memory) == 0 and (memory.memory_index, memory.env_index) == (0, 0)
+    other = make(kind, 4, 2)
+    other.load(path)
+    assert len(other) == 0 and not other.get_tensor_names()  # it does not say what they hold
+    for name, message in (("a", "tensor 'a' has 2 numbers per row"), ("c", r"has no tensor\(s\) \['c'\]")):
+        with pytest.raises(FileNotFoundError, match=message):
+            make(kind, 4, 2, [name]).load(path)
+
+
+def test_csv_files_are_in_the_order_of_storage_after_a_wrap_as_skrls_are(kind, tmp_path):
+    memory = make(kind, 3, 2, ["a"])
+    for t in range(4):
+        add(memory, kind, a=[[t], [t + 10]])
+    path = memory.save(tmp_path / "x.csv")
+    assert path.read_text().split() == ["a.0", "3.0", "13.0", "1.0", "11.0", "2.0", "12.0"]
+    other = make(kind, 3, 2)
+    other.load(path)
+    assert flat(other.sample_all(["a"])[0][0]) == flat(memory.sample_all(["a"])[0][0]) == [1, 11, 2, 12, 3, 13]
+
+
+def test_csv_files_in_the_order_of_time_of_earlier_versions_are_loaded(kind, tmp_path, monkeypatch):
+    memory = make(kind, 3, 2, ["a"])
+    for t in range(4):
+        add(memory, kind, a=[[t], [t + 10]])
+    monkeypatch.setattr(csv_files, "_list_rows", lambda span: span.by_step())
+    monkeypatch.setattr(csv_files, "STORED", "by time")
+    path = memory.save(tmp_path / "x.csv")
+    monkeypatch.undo()
+    assert path.read_text().split() == ["a.0", "1.0", "11.0", "2.0", "12.0", "3.0", "13.0"]
+    other = make(kind, 3, 2)
+    other.load(path)
+    assert flat(other.sample_all(["a"])[0][0]) == [1, 11, 2, 12, 3, 13]
 
 
 def test_csv_files_have_a_line_for_each_valid_row(kind, tmp_path):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import io
@@ -574,7 +575,9 @@ def test_a_program_ends_while_batches_are_made():
 
 def test_a_process_that_was_forked_samples_on():
     [child, parent] = run(FORK)
-    assert child == parent
+    assert len(ast.literal_eval(child)) == 4 and child != parent  # from a stream of its own
+    alone = FORK.replace("os.fork()", "os.getpid()").replace("os.waitpid(pid, 0)", "")
+    assert run(alone) == [parent]  # as without a child
 
 
 def test_a_process_that_was_forked_while_a_thread_wrote_samples_on():

@@ -318,7 +318,7 @@ class CachedReplayBuffer(VectorReplayBuffer):
         super().__init__(n * length, n, random_seed=seed, device=device, **vars(main_buffer._options))
         self._table = table = JoinedTable(main_buffer._table, self._storage, length)
         self._intake = CachedIntake(table, type(self).__name__, self._options, main_buffer._intake)
-        self._reader = Reader(table, self._options, self._export, self._rng)
+        self._reader = Reader(table, self._options, self._export, self._stream)
         self._editor = CachedEditor(table, self._intake, main_buffer._editor)
 
     def __len__(self) -> int:

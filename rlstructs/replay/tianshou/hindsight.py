@@ -62,7 +62,7 @@ class HindsightReader(Reader):
     relabels = True
 
     def __init__(self, plain: Reader, compute_reward_fn: Reward, horizon: int, future_k: float) -> None:
-        super().__init__(plain.table, plain.options, plain.export, plain.rng)
+        super().__init__(plain.table, plain.options, plain.export, plain.stream)
         if not callable(compute_reward_fn):
             raise TypeError(f"compute_reward_fn must be callable, got {compute_reward_fn!r}")
         if not _is_number(future_k) or not future_k >= 1:

@@ -37,7 +37,7 @@ class PrioritizedReader(Reader):
     """
 
     def __init__(self, plain: Reader, alpha: float, beta: float, weight_norm: bool) -> None:
-        super().__init__(plain.table, plain.options, plain.export, plain.rng)
+        super().__init__(plain.table, plain.options, plain.export, plain.stream)
         self.alpha = exponent("alpha", alpha)
         if not self.alpha:
             raise SpecError("alpha must be above 0; a ReplayBuffer draws uniformly")

@@ -14,6 +14,7 @@ from rlstructs.replay.export import Exporter
 from rlstructs.replay.reading import Reading, Sources, read_sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.span import Selection, draw_fitting
+from rlstructs.replay.streams import Stream
 from rlstructs.replay.tianshou.options import Options, reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of
@@ -40,14 +41,19 @@ class Reader:
         table: the rows of the buffer.
         options: its settings.
         export: makes batches of arrays.
-        rng: the generator that draws come from.
+        stream: draws come from it.
     """
 
     # Whether a sample may differ from the same rows read by index.
     relabels = False
 
-    def __init__(self, table: Table, options: Options, export: Exporter, rng: np.random.Generator) -> None:
-        self.table, self.options, self.export, self.rng = table, options, export, rng
+    def __init__(self, table: Table, options: Options, export: Exporter, stream: Stream) -> None:
+        self.table, self.options, self.export, self.stream = table, options, export, stream
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator that draws."""
+        return self.stream.generator
 
     # By index; each method is called by `Table.read_whole`
 

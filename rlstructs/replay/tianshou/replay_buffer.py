@@ -97,7 +97,7 @@ class ReplayBuffer(Buffer):
         super().__init__(self._n_lanes, capacity, seed=random_seed, framework=framework, device=device, reading=reading)
         self._table = Table(self._storage, lane_size, self._is_stacked)
         self._intake = TransitionIntake(self._table, type(self).__name__, self._options)
-        self._reader = Reader(self._table, self._options, self._export, self._rng)
+        self._reader = Reader(self._table, self._options, self._export, self._stream)
         self._editor = Editor(self._table, self._intake)
 
     @classmethod
@@ -390,10 +390,4 @@ class ReplayBuffer(Buffer):
         return self._intake.arrays()
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
-        restore_intake = self._intake.restorer(arrays, claims)
-
-        def restore() -> None:
-            restore_intake()
-            self._reader.rng = self._rng
-
-        return restore
+        return self._intake.restorer(arrays, claims)

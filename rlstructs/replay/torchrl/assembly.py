@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.copies import lock_that_forks
@@ -14,6 +12,7 @@ from rlstructs.replay.export import Exporter
 from rlstructs.replay.reading import DISCOUNT, Reading
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
+from rlstructs.replay.streams import Stream
 from rlstructs.replay.torchrl.episode_marks import EpisodeMarks
 from rlstructs.replay.torchrl.part import create_part
 from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler
@@ -38,7 +37,7 @@ class Assembly:
         quick: writes one row that only has to be copied; None if not known yet, False if no row is like that.
         store: the rows.
         export: makes batches of arrays.
-        rng: draws rows.
+        stream: draws rows.
         marks: where episodes end and begin.
     """
 
@@ -55,7 +54,7 @@ class Assembly:
     quick: StepWriter | bool | None = None
     store: Storage = field(init=False)
     export: Exporter = field(init=False)
-    rng: np.random.Generator = field(init=False)
+    stream: Stream = field(init=False)
     marks: EpisodeMarks = field(init=False)
 
     def start(self, store: Storage, export: Exporter, owner: Any) -> None:

@@ -46,6 +46,7 @@ class DictTensorBase(Buffer):
             1, parts.storage.capacity, seed=_find_seed(generator), framework=framework, device=device,
             reading=parts.reading, columns=parts.storage.columns(),
         )  # fmt: skip
+        self._parts.stream = self._stream
         self._intake.is_for_one_process = True  # writers would need turns, and samplers follow them
         parts.start(self._storage, self._export, self)
         self._rows = RowIntake(parts, self._intake)
@@ -96,15 +97,15 @@ class DictTensorBase(Buffer):
     def generator(self) -> np.random.Generator:
         """The generator that draws; it can be set to whatever the constructor takes.
 
-        A copy of a buffer, also in a forked process such as a worker of torch's `DataLoader`, continues the same
-        stream and draws the same rows: give it another generator by `set_rng`.
+        A copy of a buffer in its process continues the same stream, and draws the same rows. One in another process,
+        such as a worker of torch's `DataLoader`, has a stream of its own, which follows from the seed.
         """
-        return self._parts.rng
+        return self._parts.stream.generator
 
     @generator.setter
     def generator(self, generator: Generator) -> None:
         with self._parts.lock:
-            self._parts.rng = generator_of(_find_seed(generator))
+            self._stream.generator = generator_of(_find_seed(generator))
 
     _rng = generator
 

@@ -60,7 +60,8 @@ class Draws:
     def __init__(
         self, parts: Assembly, request: Request, collate_fn: Callable[[Any], Any] | None, pin_memory: bool
     ) -> None:
-        self.lock, self._store, self._reading, self._rng = parts.lock, parts.store, parts.reading, parts.rng
+        self.lock, self._store, self._reading = parts.lock, parts.store, parts.reading
+        self._rng = parts.stream.generator
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
         self.sampler, self._transform = parts.sampler, parts.transform
         self._specs, self._axes, self._export = parts.specs, parts.axes, parts.export
