@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.checks import hint_wrapper, other_words
-from rlstructs.envs.array_values import copy_value, may_share_memory
+from rlstructs.envs.array_values import as_numpy, copy_value, may_share_memory
 from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
 from rlstructs.envs.reset_options import split_options
@@ -20,9 +20,10 @@ from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.shared_vector.env_group import innermost
 from rlstructs.envs.single_env import Episode, SingleEnv
 from rlstructs.envs.space_tree import are_equal, copy_sample
+from rlstructs.envs.spaces import space_of_array
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
-from rlstructs.seeding import environment_seeds
+from rlstructs.seeding import PrivateStreams, environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
@@ -45,7 +46,8 @@ class GymEnv(RowDefaults):
       info lacks it, NaN, or 0 or False in columns that are not floating-point.
 
     Args:
-        envs: gymnasium environments of equal spaces.
+        envs: gymnasium environments of equal spaces. If none has an `observation_space`, the first one is reset to see
+            the dtype and shape of its observations, which have to be arrays.
         seed: environment k gets `seed + k`, or a stream of its own when the seed comes from
             `RL_Batcher(seeds=int)`; or a sequence with a seed for each. Used at the first reset only: later
             episodes continue the stream.
@@ -91,9 +93,9 @@ class GymEnv(RowDefaults):
     ) -> None:
         self._envs = _check_envs(envs)
         self._infos = InfoColumns(info_keys)
-        self.observation_space = self._envs[0].observation_space
-        self.action_space = self._envs[0].action_space
         self._seeds: list[int] | None = environment_seeds(seed, len(self._envs))
+        self.observation_space = _find_observation_space(self._envs[0], self._seeds[0])
+        self.action_space = self._envs[0].action_space
         # With `episode_seeds`: the seeds of the streams, and the running episodes.
         self._stream_seeds = self._seeds if episode_seeds else None
         self._episodes: list[Episode | None] = [None] * len(self._envs)
@@ -343,6 +345,9 @@ def _check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[A
     if not envs:
         raise SpecError("envs: needs at least one environment, got none")
     taken: set[int] = set()
+    names = ["observation_space", "action_space"]
+    if all(getattr(env, names[0], None) is None for env in envs):
+        names.remove("observation_space")
     for k, env in enumerate(envs):
         if not isinstance(env, gymnasium.Env):
             got = f"{type(env).__name__}, call it" if callable(env) else f"{type(env).__name__}{hint_wrapper(env)}"
@@ -350,7 +355,7 @@ def _check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[A
         if id(innermost(env)) in taken:
             raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
         taken.add(id(innermost(env)))
-        for name in ("observation_space", "action_space"):
+        for name in names:
             if getattr(env, name, None) is None:
                 raise SpecError(f"envs: number {k} has no {name}, which says what keys, dtypes and shapes there are")
             if not are_equal(getattr(env, name), getattr(envs[0], name)):
@@ -358,6 +363,24 @@ def _check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[A
                     f"envs: {name} of number {k} is {getattr(env, name)}, of number 0 {getattr(envs[0], name)}"
                 )
     return envs
+
+
+def _find_observation_space(env: gymnasium.Env[Any, Any], seed: int) -> gymnasium.Space[Any]:
+    """The observation space of an environment; if it has none, that of the arrays which it shows.
+
+    Raises:
+        SpecError: it has none, and its first observation is no array.
+    """
+    if (own := getattr(env, "observation_space", None)) is not None:
+        return own
+    with PrivateStreams()():
+        observation, _ = read_reset(env.reset(seed=seed), env, 0)
+    if not hasattr(observation, "shape") or (space := space_of_array(as_numpy(observation))) is None:
+        raise SpecError(
+            "envs: number 0 has no observation_space, which says what keys, dtypes and shapes there are, and its first "
+            f"observation is no array of numbers, but {type(observation).__name__}"
+        )
+    return space
 
 
 def _suggest_list(envs: Any) -> str:

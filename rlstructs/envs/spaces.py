@@ -93,6 +93,16 @@ def _column_leaf(leaf: SpaceLeaf, what: str, keep_float64: bool) -> Leaf:
     return Leaf(path, space, key, np.dtype(np.float32) if shrinks else dtype)
 
 
+def space_of_array(array: np.ndarray) -> gymnasium.Space[Any] | None:
+    """The space of all arrays of this dtype and shape; None if they are no real numbers."""
+    if array.dtype.kind == "b":
+        return spaces.MultiBinary(array.shape)
+    if array.dtype.kind not in "iuf":
+        return None
+    low, high = (-np.inf, np.inf) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
+    return spaces.Box(low, high, array.shape, array.dtype.type)
+
+
 def example_value(leaf: Leaf) -> np.ndarray:
     """A legal value of a leaf: 1 between bounds of 0 and 1, so that a mask allows all actions; else nearest to zero."""
     space = leaf.space

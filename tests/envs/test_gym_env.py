@@ -23,11 +23,14 @@ from rlstructs import (
     GymVectorEnv,
     NormalizeObservation,
     NormalizeReward,
+    RandomAgent,
+    RL_Batcher,
     SpecError,
     StateError,
 )
 from rlstructs.envs import VecEnv
 from rlstructs.seeding import EnvSeed
+from rlstructs.testing import check_env
 
 both_classes = pytest.mark.parametrize("cls", [GymEnv, GymEnvInf])
 
@@ -729,3 +732,64 @@ def test_clipped_actions_reach_the_environment_and_drawn_ones_the_rollout(name, 
             given = one.actions[0][key.removeprefix("action/")] if isinstance(space, spaces.Dict) else one.actions[0]
             low, high = (own.low, own.high) if isinstance(own, spaces.Box) else (0, 2)
             np.testing.assert_array_equal(given, np.clip(tensor[row].numpy(), low, high))
+
+
+# --- environments without an observation space ----------------------------------------------------
+
+
+class Bare(gymnasium.Env):
+    """Has no observation space; shows one value, times the step."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, value):
+        self.value, self.n_resets = value, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.drawn, self.t, self.n_resets = self.np_random.random(), 0, self.n_resets + 1
+        return self.value, {}
+
+    def step(self, action):
+        self.t += 1
+        return self.value, self.drawn, self.t == 3, False, {}
+
+
+VALUES = {
+    "float32": np.ones((2, 3), np.float32), "float64": np.full(3, 0.5), "uint8": np.full((4, 4, 1), 200, np.uint8),
+    "int64": np.array([-(2**40)]), "uint64": np.array([2**63], np.uint64), "bool": np.array([True, False]),
+    "scalar": np.float32(2), "tensor": torch.ones(3), "empty": np.zeros((0,), np.float32),
+}  # fmt: skip
+
+
+@both_classes
+@pytest.mark.parametrize("name", VALUES)
+def test_a_first_observation_that_is_an_array_stands_for_the_space(cls, name):
+    value = VALUES[name]
+    wanted = torch.as_tensor(value)
+    wanted = wanted.to({torch.float64: torch.float32, torch.bool: torch.int8}.get(wanted.dtype, wanted.dtype))
+    envs = [Bare(value), Bare(value)]
+    state = np.random.get_state()[1].tolist()
+    env = cls(envs, 3)
+    assert [each.n_resets for each in envs] == [1, 0] and np.random.get_state()[1].tolist() == state
+    observation, _ = env.reset()
+    assert env.example().tensors().specs() == observation.specs()
+    assert all(torch.equal(row, wanted) for row in observation["frame"]) and observation["frame"].dtype == wanted.dtype
+    (after, _), _ = env.step(DictTensor({"action": torch.zeros(2, dtype=torch.int64)}))
+    assert [*after["reward"]] == [np.float32(np.random.default_rng(3 + k).random()) for k in range(2)]
+
+
+@pytest.mark.parametrize("value", [{"a": np.zeros(2)}, (np.zeros(2),), 3, "text", np.array(["text"]), None], ids=repr)
+def test_a_first_observation_that_is_no_array_does_not(value):
+    message = "^envs: number 0 has no observation_space, .* and its first observation is no array of numbers, but"
+    with pytest.raises(SpecError, match=message):
+        GymEnv([Bare(value)], 0)
+
+
+def test_a_batcher_runs_environments_without_observation_spaces():
+    agent = functools.partial(RandomAgent, Bare.action_space)
+    create = lambda seed: GymEnvInf([Bare(VALUES["float32"]) for _ in range(2)], seed)  # noqa: E731
+    with RL_Batcher(7, agent, {}, create, {}, 0, 0) as batcher:
+        steps = next(iter(batcher)).trajectories
+    check_env(create, n_steps=7)
+    assert steps["observation/frame"].shape == (2, 7, 2, 3) and steps["_observation/done"].sum() == 4
