@@ -56,13 +56,13 @@ class ArrayDict(ArrayValues):
                 raise TypeError(f"{type(self).__name__}: a key must be a string, got {name!r}")
             if isinstance(value, Mapping) or array_ops.are_rows(value):
                 inside = _as_rows(name, value)
-                if not isinstance(inside, Mapping):
+                if not isinstance(inside, ArrayDict):
                     self._set(name, inside)
                     continue
-                for key, each in inside.items():
+                for key, each in dict.items(inside):
                     self._check_new(f"{name}/{key}")
                     self._set(f"{name}/{key}", each)
-                if not inside.keys() and name not in self:
+                if not dict.keys(inside) and name not in self:
                     self._set(name, inside)
             else:
                 self._check_new(name)
@@ -91,7 +91,7 @@ class ArrayDict(ArrayValues):
         if isinstance(index, str):
             found = super().__getitem__(index)
             return self._nested(index) if isinstance(found, ArrayDict) else found
-        return self._like((name, array_ops.rows(value, index)) for name, value in self.items())
+        return self._like((name, array_ops.rows(value, index)) for name, value in dict.items(self))
 
     def __missing__(self, name: str) -> Any:
         if not self._inside(name):
@@ -104,7 +104,7 @@ class ArrayDict(ArrayValues):
     def _inside(self, name: str) -> dict[str, Any]:
         """What is nested under a name, by the rest of its name."""
         start = f"{name}/"
-        return {key[len(start) :]: value for key, value in self.items() if key.startswith(start)}
+        return {key[len(start) :]: value for key, value in dict.items(self) if key.startswith(start)}
 
     def __contains__(self, name: object) -> bool:
         has_nested = isinstance(name, str) and any(key.startswith(f"{name}/") for key in self)
@@ -120,10 +120,10 @@ class ArrayDict(ArrayValues):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Sets what is under a name, and replaces what was nested there; mappings are flattened.
 
-        An index that is no name sets rows; then `value` is a mapping with the same names.
+        An index that is no name sets rows; then `value` is a mapping. What it lacks becomes 0, or None for objects.
 
         Raises:
-            ValueError: the names are others.
+            ValueError: rows have other names, or are no mapping.
         """
         if not isinstance(index, str):
             self._put_rows(index, value)
@@ -142,9 +142,16 @@ class ArrayDict(ArrayValues):
             self[f"{index}/{key}"] = inside
 
     def _put_rows(self, index: Any, value: Any) -> None:
-        own = self._arrays()
-        for name, array in self._of_same_names(value).items():
-            own[name][index] = array
+        if not isinstance(value, Mapping):
+            raise ValueError(f"rows are set from a mapping, got {type(value).__name__}")
+        own, given = self._arrays(), ArrayDict(value)._arrays()
+        if unknown := sorted(given.keys() - own.keys()):
+            raise ValueError(f"rows cannot have new names, got {unknown}, there are {sorted(own)}")
+        for name, array in own.items():
+            if name in given:
+                array[index] = given[name]
+            else:
+                array_ops.cleared(array, index)
 
     def _of_same_names(self, given: Any) -> dict[str, Any]:
         found, own = ArrayDict(given)._arrays(), self._arrays()
@@ -156,10 +163,11 @@ class ArrayDict(ArrayValues):
         for around in array_ops.around(name):
             if isinstance(super().get(around), ArrayDict):  # no longer empty
                 super().__delitem__(around)
-        super().__setitem__(name, array_ops.array_of(value) if isinstance(value, (list, tuple)) else value)
+        convert = array_ops.array_of if isinstance(value, (list, tuple)) else array_ops.of_objects
+        super().__setitem__(name, convert(value))
 
     def _arrays(self) -> dict[str, Any]:
-        return {name: value for name, value in self.items() if not isinstance(value, ArrayDict)}
+        return {name: value for name, value in dict.items(self) if not isinstance(value, ArrayDict)}
 
     def _delete(self, name: str) -> None:
         super().__delitem__(name)
@@ -211,9 +219,24 @@ class ArrayDict(ArrayValues):
         except KeyError as error:
             raise AttributeError(str(error.args[0])) from None
 
+    def keys(self) -> Any:
+        """The names at the top; iterating gives those of all arrays."""
+        return dict.fromkeys(name.partition("/")[0] for name in self).keys()
+
     def get_keys(self) -> Any:
-        """The names."""
+        """Does what `keys` does."""
         return self.keys()
+
+    def items(self) -> Any:
+        """The names at the top, and what is under them."""
+        return {name: self[name] for name in self.keys()}.items()
+
+    def values(self) -> Any:
+        """What is under the names at the top."""
+        return dict(self.items()).values()
+
+    def __reduce__(self) -> Any:
+        return type(self).trusted, (dict(self),), dict(vars(self)) or None
 
     # Rows
 
@@ -268,20 +291,22 @@ class ArrayDict(ArrayValues):
         return [self[row].to_dict() for row in range(len(self))]
 
     def to_dict(self, recursive: bool = True) -> dict[str, Any]:
-        """Returns a dict, with nested dicts if `recursive`."""
+        """Returns a dict of what is under the names at the top, with dicts of nested batches if `recursive`."""
+        if not recursive:
+            return dict(self.items())
         found: dict[str, Any] = {}
-        for name, value in self.items():
-            *path, last = name.split("/") if recursive else [name]
+        for name, value in dict.items(self):
+            *path, last = name.split("/")
             at = found
             for each in path:
                 at = at.setdefault(each, {})
-            at[last] = {} if recursive and isinstance(value, ArrayDict) else value
+            at[last] = {} if isinstance(value, ArrayDict) else value
         return found
 
     def dropnull(self: A) -> A:
         """Returns the rows without NaN and None."""
         found = np.zeros(len(self), bool)
-        for value in self.values():
+        for value in dict.values(self):
             if array_ops.shape(value):
                 null = array_ops.nulls(value)
                 found |= null.any(axis=tuple(range(1, null.ndim)))
@@ -292,17 +317,20 @@ class ArrayDict(ArrayValues):
 
     @staticmethod
     def cat(batches: Iterable[Mapping[str, Any]]) -> ArrayDict:
-        """Concatenates batches with the same names."""
+        """Concatenates batches with the same names; those without any are left out."""
         return _join(list(batches), array_ops.cat)
 
     @staticmethod
     def stack(batches: Iterable[Mapping[str, Any]], axis: int = 0) -> ArrayDict:
-        """Stacks batches with the same names and shapes; infos that differ become objects."""
-        listed = [ArrayDict(batch) for batch in batches]
-        odd = _find_odd_infos(listed) if axis == 0 else []
+        """Stacks batches of the same shapes; those without names are left out, and infos that differ become objects.
+
+        Along axis 0, a batch may lack a name that another has: its row holds 0, or None where others hold objects.
+        """
+        listed = [batch for batch in map(ArrayDict, batches) if dict.__len__(batch)]
+        odd = _find_odd(listed) if axis == 0 else []
         columns = {name: array_ops.stacked([batch._arrays().get(name) for batch in listed]) for name in odd}
         for batch in listed if odd else ():
-            for name in batch.keys() & odd:
+            for name in dict.keys(batch) & odd:
                 batch._delete(name)
         made = _join(listed, lambda values: array_ops.stack(values, axis))
         for name, column in columns.items():
@@ -325,7 +353,7 @@ class ArrayDict(ArrayValues):
             return NotImplemented
         others = ArrayDict(other)
         return dict.keys(self) == dict.keys(others) and all(
-            np.array_equal(array_ops.array(value), array_ops.array(others[name])) for name, value in self.items()
+            np.array_equal(array_ops.array(value), array_ops.array(others[name])) for name, value in dict.items(self)
         )
 
     def __ne__(self, other: object) -> bool:  # instead of that of dict
@@ -334,7 +362,7 @@ class ArrayDict(ArrayValues):
     __hash__ = None  # type: ignore[assignment] # as of a dict
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={array_ops.show(value)}" for name, value in self.items())
+        shown = ", ".join(f"{name}={array_ops.show(value)}" for name, value in dict.items(self))
         return f"{type(self).__name__}({shown})"
 
     def _like(self: A, items: Any) -> A:
@@ -376,14 +404,15 @@ def _as_rows(name: str, value: Any) -> Any:
         return array_ops.stacked(value)
 
 
-def _find_odd_infos(batches: list[ArrayDict]) -> list[str]:
-    """The names of infos that some batches lack or have in another shape."""
-    infos = dict.fromkeys(name for batch in batches for name in batch._arrays() if is_info(name))
-    return [name for name in infos if len({np.shape(b.get(name)) if name in b else None for b in batches}) > 1]
+def _find_odd(batches: list[ArrayDict]) -> list[str]:
+    """The names that some batches lack, and the infos that have another shape in some."""
+    names = dict.fromkeys(name for batch in batches for name in batch._arrays())
+    shapes = {name: {np.shape(b.get(name)) if dict.__contains__(b, name) else None for b in batches} for name in names}
+    return [name for name in names if len(shapes[name]) > 1 and (is_info(name) or None in shapes[name])]
 
 
 def _join(batches: Sequence[Mapping[str, Any]], join: Callable[[list[Any]], Any]) -> ArrayDict:
-    flat = [ArrayDict(batch) for batch in batches]
+    flat = [batch for batch in map(ArrayDict, batches) if dict.__len__(batch)]
     arrays = [batch._arrays() for batch in flat]
     for one in arrays:
         if one.keys() != arrays[0].keys():

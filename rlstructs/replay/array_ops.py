@@ -106,9 +106,12 @@ def stack(values: list[Any], axis: int) -> Any:
     return (torch if isinstance(values[0], torch.Tensor) else _library(values[0])).stack(values, axis)
 
 
-def stacked(values: Sequence[Any]) -> np.ndarray:
+def stacked(values: Sequence[Any]) -> Any:
     """Stacks values and Nones: None becomes zero among numbers of one shape, otherwise all become objects."""
-    given = [np.asarray(array(value)) for value in values if value is not None]
+    held = [value for value in values if value is not None]
+    if held and all(isinstance(value, torch.Tensor) and value.shape == held[0].shape for value in held):
+        return torch.stack([torch.zeros_like(held[0]) if value is None else value for value in values])
+    given = [np.asarray(array(value)) for value in held]
     if given and len({each.shape for each in given}) == 1 and all(each.dtype.kind in "biufc" for each in given):
         absent = np.zeros_like(given[0])
         return np.stack([absent if value is None else np.asarray(array(value)) for value in values])
@@ -145,12 +148,17 @@ def array(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
+def of_objects(value: Any) -> Any:
+    """Converts an array of texts to one of objects; returns anything else unchanged."""
+    return value.astype(object) if type(value) is np.ndarray and value.dtype.kind in "US" else value
+
+
 def array_of(values: Sequence[Any]) -> Any:
     """Converts a list to an array or tensor; to an array of objects if the shapes differ."""
     try:
         if values and all(isinstance(value, torch.Tensor) for value in values):
             return torch.stack(list(values))
-        return np.asarray(values)
+        return of_objects(np.asarray(values))
     except (ValueError, RuntimeError):
         return _objects(values)
 
@@ -164,6 +172,15 @@ def cleared(value: Any, index: Any) -> Any:
     else:
         return type(value)(0) if isinstance(value, (bool, int, float, np.number, np.bool_)) else None
     return value
+
+
+def at_least_2d(value: Any) -> Any:
+    """Adds axes in front of an array, a number or a distribution until it has two, or a distribution one."""
+    if isinstance(value, distributions.Distribution):
+        return value if value.batch_shape else value.expand((1,))
+    if isinstance(value, torch.Tensor):
+        return torch.atleast_2d(value)  # type: ignore[no-untyped-call]
+    return _library(value).atleast_2d(value)
 
 
 def nulls(value: Any) -> np.ndarray:

@@ -86,6 +86,10 @@ class ArrayValues(dict[str, Any]):
         """Does what `to_numpy` does, in place."""
         self.apply_values_transform(array_ops.array, inplace=True)
 
+    def to_at_least_2d(self: V) -> V:
+        """Gives arrays of fewer than two axes more in front, as numpy's `atleast_2d` does."""
+        return self._mapped(array_ops.at_least_2d)
+
     def isnull(self: V) -> V:
         """Where values are NaN or None, as arrays of bool."""
         return self._mapped(array_ops.nulls)

@@ -42,6 +42,8 @@ class Buffer(CopiedWhole):
     _intake: Intake
     # Whether `Storage.alignment` may differ from the capacity.
     _may_be_aligned = False
+    # Whether a file has what is in slots whose rows were dropped.
+    _keeps_dropped = False
 
     def __init__(
         self, n_lanes: int, capacity: int, *, seed: np.random.Generator | int | None = None, framework: str = "torch",

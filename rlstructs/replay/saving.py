@@ -48,7 +48,6 @@ from rlstructs.replay.roles import source_of
 
 if TYPE_CHECKING:
     from rlstructs.replay.buffer import Buffer
-    from rlstructs.replay.store import Storage
 
 # Settings of a buffer that may be in a file. Those in SIZES are at most the number of rows; those in READ_AT_ONCE may
 # also be up to MOST_READ.
@@ -82,7 +81,7 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         if isinstance(columns, LinkedColumns) and name in columns.links:
             arrays |= {f"{LINKS}{name}/{part}": array for part, array in columns.link_arrays(name).items()}
         elif spec.is_object:
-            arrays[OBJECTS + name] = object_files.to_json(name, _held_objects(storage, name, n_slots))
+            arrays[OBJECTS + name] = object_files.to_json(name, _held_objects(buffer, name, n_slots))
         else:
             arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
             dtypes |= {ROWS + name: "bfloat16"} if spec.is_bfloat16 else {}
@@ -111,13 +110,17 @@ def _used_slots(buffer: Buffer) -> int:
     ring = buffer._storage.ring
     if not len(buffer):
         return 0
+    if buffer._keeps_dropped:
+        return ring.capacity
     in_front = (ring.base % ring.capacity == 0) & (ring.reserved - ring.base <= ring.capacity)
     return int((ring.reserved - ring.base).max()) if in_front.all() else ring.capacity
 
 
-def _held_objects(storage: Storage, name: str, n_slots: int) -> np.ndarray:
+def _held_objects(buffer: Buffer, name: str, n_slots: int) -> np.ndarray:
     """The first slots of every lane of a column of objects, (n_lanes, n_slots); None in empty rows."""
-    columns, rows = storage.columns, storage.span().every_row()
+    columns, rows = buffer._storage.columns, buffer._storage.span().every_row()
+    if buffer._keeps_dropped:
+        rows = np.arange(columns.n_rows)
     held = np.full((columns.n_lanes, columns.capacity), None, object)
     held[columns.places(rows)] = columns.flat[name][rows]
     return held[:, :n_slots]

@@ -308,6 +308,8 @@ class CachedReplayBuffer(VectorReplayBuffer):
         (array([ 0,  1, 10, 11]), array([11]), 2)
     """
 
+    _keeps_dropped = True  # as programs for tianshou expect, which read caches without asking what is in them
+
     def __init__(self, main_buffer: ReplayBuffer, cached_buffer_num: int, max_episode_length: int) -> None:
         if type(main_buffer) is not ReplayBuffer:
             raise TypeError(f"main_buffer must be a plain ReplayBuffer, got {type(main_buffer).__name__}")
@@ -339,10 +341,15 @@ class CachedReplayBuffer(VectorReplayBuffer):
         return self._table.lane_size
 
     @property
+    def cached_buffers(self) -> np.ndarray:
+        """The caches as views; see `VectorReplayBuffer.buffers`."""
+        return super().buffers
+
+    @property
     def buffers(self) -> np.ndarray:
         """The main buffer, and the caches as views; see `VectorReplayBuffer`."""
         views = np.empty(1 + self._n_lanes, object)
-        views[0], views[1:] = self.main_buffer, super().buffers
+        views[0], views[1:] = self.main_buffer, self.cached_buffers
         return views
 
     # Files

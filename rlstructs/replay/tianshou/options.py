@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +18,11 @@ from rlstructs.replay.reading import Reading
 
 # The settings that tianshou has as well, in the order in which its `options` has them.
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
+# The arguments of all buffers, of which programs may misspell one.
+ARGUMENTS = (
+    "size", *THEIRS, "random_seed", "framework", "device", "n_step", "gamma", "new_keys", "missing_keys", "horizon",
+    "future_k", "compute_reward_fn", "weight_norm",
+)  # fmt: skip
 # Who has it, the class here, and what tells it.
 OTHERS = (
     ("rlberry", "ChunkReplayBuffer", frozenset([
@@ -102,16 +108,18 @@ def hint_of(name: str, why: str = "has it") -> str:
 
 
 def check_arguments(owner: str, size: Any, stack_num: Any, unknown: Mapping[str, Any]) -> None:
-    """Raises TypeError if arguments are missing or unknown, and names the class that takes them.
+    """Raises TypeError if arguments are missing, misspelt, or of another class, which it names.
 
     Args:
         owner: the public class, for messages.
         size, stack_num: as they were given; None for no size.
-        unknown: arguments that no buffer of tianshou's has.
+        unknown: arguments that this buffer does not have; as in tianshou, others than those are ignored.
     """
-    if unknown:
-        name = next(iter(unknown))
-        raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint_of(name)}")
+    for name in unknown:
+        close = [] if name in ARGUMENTS else difflib.get_close_matches(name, ARGUMENTS, 1, 0.8)
+        if close or hint_of(name):
+            hint = f"; did you mean {close[0]!r}?" if close else hint_of(name)
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
     if size is None:
         raise TypeError(f"{owner}() needs a size{hint_of('storage', 'needs none')}")
     if isinstance(stack_num, np.random.Generator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class ReplayBuffer(Buffer):
         self, size: int | None = None, stack_num: int = 1, ignore_obs_next: bool = False,
         save_only_last_obs: bool = False, sample_avail: bool = False,
         random_seed: np.random.Generator | int | None = 42, *, framework: str = "numpy", device: Any = None,
-        n_step: int = 1, gamma: float = 0.99, new_keys: str = GROW, missing_keys: str = FILL, **unknown: NoReturn,
+        n_step: int = 1, gamma: float = 0.99, new_keys: str = GROW, missing_keys: str = FILL, **unknown: Any,
     ) -> None:  # fmt: skip
         check_arguments(type(self).__name__, size, stack_num, unknown)
         lane_size = check_lane_size(size)

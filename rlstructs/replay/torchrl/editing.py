@@ -155,7 +155,7 @@ def _take_first(batch: Any) -> Any:
         return batch.index(0)
     if not isinstance(batch, dict):
         return batch[0]
-    return type(batch)({name: _drop_axis(value) for name, value in batch.items()})
+    return type(batch)({name: _drop_axis(value) for name, value in dict.items(batch)})
 
 
 def _drop_axis(value: Any) -> Any:
