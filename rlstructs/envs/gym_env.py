@@ -55,9 +55,9 @@ class GymEnv(RowDefaults):
         info_keys: which numbers of the infos are recorded, such as `("is_success",)`, as float32; or a mapping from
             keys to dtypes, `{"is_success": bool}`. `"a/b"` is entry `b` of the info `a`.
         episode_seeds: give every reset a seed, of a stream for each environment, and keep the actions of the running
-            episodes. An exact state of a batcher can then bring back environments that cannot be pickled, by playing
-            the running episode again. It needs environments in which a reset with a seed leaves nothing of what was
-            before.
+            episodes, up to a million of each. An exact state of a batcher can then bring back environments that cannot
+            be pickled, by playing the running episode again. It needs environments in which a reset with a seed leaves
+            nothing of what was before.
         clip_actions: give environments the actions of a Box clipped to its bounds; rollouts keep them as they were
             drawn, as log-probabilities need them.
 

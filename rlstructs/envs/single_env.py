@@ -3,10 +3,68 @@
 from __future__ import annotations
 
 import copy
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlstructs.seeding import episode_seed
+
+# How many actions are packed at once, and the most that are kept of an episode. To play more would take minutes, and an
+# episode without an end would take all memory.
+BLOCK, MOST_ACTIONS = 1000, 1_000_000
+
+
+class Actions:
+    """The actions of a running episode, packed; forgotten once there are more than `MOST_ACTIONS`."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Iterable[Any]] = []
+        self._newest: list[Any] = []
+        self._n = 0
+
+    def append(self, action: Any) -> None:
+        """Adds the newest one."""
+        self._n += 1
+        if not self.are_kept:
+            self._blocks, self._newest = [], []
+            return
+        self._newest.append(action)
+        if len(self._newest) == BLOCK:
+            self._blocks.append(_pack(self._newest))
+            self._newest = []
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether there are few enough."""
+        return self._n <= MOST_ACTIONS
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain(*self._blocks, self._newest)
+
+
+def _pack(actions: list[Any]) -> Iterable[Any]:
+    """Packs actions of one type into an array of which each element is equal to one; others stay a list."""
+    first = actions[0]
+    if any(type(each) is not type(first) for each in actions):
+        return actions
+    if type(first) in (int, float):
+        try:
+            return array("q" if type(first) is int else "d", actions)
+        except OverflowError:
+            return actions
+    if isinstance(first, (np.number, np.bool_)):
+        return np.array(actions, first.dtype)
+    is_plain = type(first) is np.ndarray and first.ndim > 0 and not first.dtype.hasobject
+    if is_plain and all(each.dtype == first.dtype and each.shape == first.shape for each in actions):
+        return np.stack(actions)
+    return actions
 
 
 @dataclass
@@ -23,7 +81,7 @@ class Episode:
     number: int
     seed: int
     options: dict[str, Any] | None
-    actions: list[Any] = field(default_factory=list)
+    actions: Actions = field(default_factory=Actions)
     last: tuple[Any, Any] | None = None
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import pickle
 import random
 import signal
 import threading
@@ -31,6 +32,7 @@ from rlstructs import (
     StateError,
     masked_dicttensor,
 )
+from rlstructs.envs import single_env
 from rlstructs.memories.torch import RandomMemory
 
 
@@ -469,6 +471,53 @@ def test_environments_that_cannot_be_pickled(name):
     with made(**arguments) as other:
         other.load_state_dict(state)
         assert go_on(other) == expected
+
+
+def test_an_episode_without_an_end_keeps_no_more_actions_than_can_be_played_again(monkeypatch):
+    monkeypatch.setattr(single_env, "MOST_ACTIONS", 50)
+    monkeypatch.setattr(single_env, "BLOCK", 16)
+
+    def endless():
+        env = Locked()
+        env.count = Count(10**9)
+        return env
+
+    arguments = {"n_processes": 0, "create_env": create_of, "env_args": {"env": endless, "episode_seeds": True}}
+    with made(n_timesteps=10, **arguments) as batcher:
+        batcher.reset()
+        for _ in range(5):
+            rollout(batcher)
+        state = through_file(batcher.state_dict(exact=True))
+        expected, _ = rollout(batcher)
+        with pytest.raises(SpecError, match=r"replay: its episode has more than .* steps, whose actions are not kept"):
+            batcher.state_dict(exact=True)
+        with pytest.warns(UserWarning, match="all environments of worker 0 begin new episodes"):
+            batcher.state_dict(exact="best")
+        env = batcher._engine.pool._job.env
+        assert [sum(1 for _ in single.episode.actions) for single in env.single_envs()] == [0, 0]
+        batcher.load_state_dict(state)
+        assert rollout(batcher)[0] == expected
+
+
+ACTIONS = {
+    "ints": list(range(40)), "large ints": [2**70] * 40, "floats": [0.1 * n for n in range(40)], "bools": [True] * 40,
+    "numbers": [np.int64(n) for n in range(40)], "arrays": list(np.arange(80, dtype=np.float32).reshape(40, 2)),
+    "arrays of two shapes": [np.zeros(1 + n % 2) for n in range(40)], "dicts": [{"a": n} for n in range(40)],
+    "mixed": [n if n % 2 else float(n) for n in range(40)], "texts": ["go"] * 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_actions_that_are_packed_are_the_same_ones(name, monkeypatch):
+    monkeypatch.setattr(single_env, "BLOCK", 16)
+    packed = single_env.Actions()
+    for action in ACTIONS[name]:
+        packed.append(action)
+    found = list(pickle.loads(pickle.dumps(packed)))
+    assert len(packed) == len(found) == 40
+    for one, other in zip(found, ACTIONS[name], strict=True):
+        assert type(one) is type(other) and np.array_equal(one, other)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
 
 
 def test_an_environment_that_no_method_fits_is_named():

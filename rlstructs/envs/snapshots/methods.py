@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlstructs.envs.row_env import RowEnv
-from rlstructs.envs.single_env import Episode, SingleEnv
+from rlstructs.envs.single_env import MOST_ACTIONS, Episode, SingleEnv
 from rlstructs.envs.snapshots.comparison import find_difference
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import RLError
@@ -53,7 +53,7 @@ def make_tokens(singles: Sequence[SingleEnv], methods: Sequence[str]) -> dict[in
     """What stands in a pickle for environments that are not pickled, by the `id` of the object; see `NewEnvs.resolve`.
 
     Raises:
-        CopyError: `get_state` raised.
+        CopyError: `get_state` raised, or an episode is too long to be played again.
     """
     tokens: dict[int, Any] = {}
     for k, (single, method) in enumerate(zip(singles, methods, strict=True)):
@@ -62,6 +62,8 @@ def make_tokens(singles: Sequence[SingleEnv], methods: Sequence[str]) -> dict[in
             with explain(k):
                 tokens[id(inner)] = GET_STATE, k, inner.get_state()
         elif method == REPLAY:
+            if single.episode is not None and not single.episode.actions.are_kept:
+                raise CopyError({k: f"its episode has more than {MOST_ACTIONS:,} steps, whose actions are not kept"})
             tokens[id(single.env)] = REPLAY, k, single.episode
     return tokens
 
