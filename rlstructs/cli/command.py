@@ -31,7 +31,6 @@ from rlstructs.workers.limits import n_cores
 
 if TYPE_CHECKING:
     from rlstructs.cli.collect import Collected, Settings
-    from rlstructs.cli.tune import Choice, Trial
 
 INTERRUPTED, FAILED, UNREAD = 130, 2, 141
 
@@ -306,29 +305,12 @@ def _find_modules_here() -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from rlstructs.cli.tune import tune
+    from rlstructs.cli.tune import print_trials
     from rlstructs.envs.registry import find_env
 
     _find_modules_here()
-    env_id, n_workers = find_env(options.env_id), n_cores()
-    print(f"{env_id}, random agent; the limit is bare loops, a process for each core: {n_workers}")
-    print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
-    trials: list[Trial] = []
-    untried: list[Choice] = []
-    for trial in tune(env_id, n_workers, options.seconds, untried):
-        trials.append(trial)
-        workers, envs, timesteps = trial.choice
-        speeds = f"{trial.speed:12,.0f} {trial.limit:12,.0f} {trial.share:6.2f}"
-        print(f"{workers:7} {envs:5} {timesteps:9} {speeds}", flush=True)
-    best = max(trials, key=lambda trial: trial.share)
-    print(f"best: {_choice_text(best.choice)}, {best.share:.2f} of the limit")
-    if untried:
-        print(f"not tried, as the time was up: {'; '.join(map(_choice_text, untried))}; --seconds gives more")
+    print_trials(find_env(options.env_id), n_cores(), options.seconds)
     return 0
-
-
-def _choice_text(choice: Choice) -> str:
-    return f"--workers {choice.n_workers} --envs {choice.n_envs} --timesteps {choice.n_timesteps}"
 
 
 def _write(options: argparse.Namespace, settings: Settings, collected: Collected) -> list[str]:

@@ -56,6 +56,27 @@ class Trial:
     share: float
 
 
+def print_trials(env_id: str, n_cores: int, seconds: float) -> None:
+    """Tries choices, and prints a table of them, the best, and those for which no time was left; see `tune`."""
+    print(f"{env_id}, random agent; the limit is bare loops, a process for each core: {n_cores}")
+    print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
+    trials: list[Trial] = []
+    untried: list[Choice] = []
+    for trial in tune(env_id, n_cores, seconds, untried):
+        trials.append(trial)
+        workers, envs, timesteps = trial.choice
+        speeds = f"{trial.speed:12,.0f} {trial.limit:12,.0f} {trial.share:6.2f}"
+        print(f"{workers:7} {envs:5} {timesteps:9} {speeds}", flush=True)
+    best = max(trials, key=lambda trial: trial.share)
+    print(f"best: {_options(best.choice)}, {best.share:.2f} of the limit")
+    if untried:
+        print(f"not tried, as the time was up: {'; '.join(map(_options, untried))}; --seconds gives more")
+
+
+def _options(choice: Choice) -> str:
+    return f"--workers {choice.n_workers} --envs {choice.n_envs} --timesteps {choice.n_timesteps}"
+
+
 def tune(env_id: str, n_cores: int, seconds: float, untried: list[Choice]) -> Iterator[Trial]:
     """Tries choices one after another until the time is up, and at least one.
 
