@@ -236,7 +236,7 @@ class BatcherBase:
             StateError: a rollout is under way, or leased.
             Exception: what an environment or agent raised.
         """
-        saving.plan_load(self._engine, self._life, state)()
+        saving.plan_load(self._engine, self._life, state)()()
 
     def close(self) -> None:
         """Ends every worker, within seconds whatever they are doing. Idempotent.

@@ -202,6 +202,16 @@ class Engine:
 
     def feed(self, fed: Fed | None) -> None:
         """Has the steps of later rollouts written to a memory, or to none."""
+        self._feed_workers(fed)
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Writes rollouts of a loaded state, which wait to be handed out, to the memory that is fed."""
+        if self._fed is not None and self._waiting_from is not None:
+            self._fed.resume(self._waiting_from, self.version_before)
+            self._waiting_from = None
+
+    def _feed_workers(self, fed: Fed | None) -> None:
         first_numbers = [record.n_ordered for record in self.supervisor.records]
         feed = None if fed is None else fed.feed
         if feed is not None or (self._fed is not None and self._fed.feed is not None):
@@ -212,9 +222,6 @@ class Engine:
         self._fed = fed
         if fed is not None:
             fed.first_numbers = first_numbers
-            if self._waiting_from is not None:
-                fed.resume(self._waiting_from, self.version_before)
-                self._waiting_from = None
 
     def _drop_fed(self) -> None:
         """Takes back what workers have written of rollouts that will not be handed out with the memory."""
@@ -246,7 +253,7 @@ class Engine:
         self.resume(self.meter, state["weights_version"] - self.outbox.version)
 
     def resume(self, meter: Meter, version_before: int, fed_from: Sequence[int] | None = None) -> None:
-        """Goes on to count from a state.
+        """Goes on to count from a state; `write_waiting` is to follow, once the memory that is fed has its own.
 
         Args:
             meter: counts what is handed out.
@@ -254,7 +261,7 @@ class Engine:
             fed_from: by worker, the number of its first rollout that a memory gets; None for none of those that wait.
         """
         self.meter, self.version_before, self._waiting_from = meter, version_before, fed_from
-        self.feed(self._fed)
+        self._feed_workers(self._fed)
 
     @property
     def fed_from(self) -> Sequence[int] | None:

@@ -11,7 +11,7 @@ from rlstructs.batcher.delivery import Delivery
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
-from rlstructs.errors import SpecError
+from rlstructs.errors import SpecError, StateError
 from rlstructs.workers.interrupts import defer_first_interrupt
 
 # The phases in which an exact state can be taken.
@@ -36,10 +36,12 @@ def make_state(engine: Engine, life: Lifecycle, delivery: Delivery, exact: bool 
     )
 
 
-def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callable[[], None]:
-    """Checks what `RL_Batcher.load_state_dict` is given, and returns a function that loads it; raises what that does.
+def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callable[[], Callable[[], None]]:
+    """Checks what `RL_Batcher.load_state_dict` is given; raises what that does, and changes nothing.
 
-    Nothing changes until the function is called.
+    Returns:
+        A function that loads it, which runs the code of environments and agents. It returns another one, which is to be
+        called last: it writes to the memory that is fed, and may find the memory restored meanwhile.
     """
     life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
     state_dict.check(state, state_dict.make_state(engine))
@@ -49,12 +51,23 @@ def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callabl
     else:
         load, phase = partial(engine.load, state, state_dict.unpack_statistics(state["statistics"])), Phase.NEW
 
-    def load_and_set_phase() -> None:
+    def load_first() -> Callable[[], None]:
         with defer_first_interrupt(), life.note_failures("load_state_dict"):
             load()
+        return finish
+
+    def finish() -> None:
+        with defer_first_interrupt(), life.note_failures("load_state_dict"):
+            engine.write_waiting()
             life.phase = phase
 
-    return load_and_set_phase
+    return load_first
+
+
+def give_up(life: Lifecycle) -> None:
+    """Has a batcher whose state was loaded in vain only be closed."""
+    if life.phase is not Phase.FAILED:
+        life.fail(StateError("other parts of its checkpoint were not restored"), "its checkpoint was not restored")
 
 
 def check_between_rollouts(life: Lifecycle, delivery: Delivery, call: str) -> None:

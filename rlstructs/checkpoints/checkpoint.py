@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +185,8 @@ class Checkpoint:
         Raises:
             FileError, FileNotFoundError: the checkpoint is damaged, lacks a part, or is one of other parts: of another
                 network, batcher, or size of a memory; or an object refuses its state. The message names the file, and
-                nothing has changed.
+                nothing has changed. A batcher whose environments or agents refuse their state can only be closed.
+            WorkerError: a worker of a batcher is gone, which can only be closed; nothing else has changed.
             StateError: a rollout is under way or leased, or workers write to a memory; nothing has changed.
             OSError: a file cannot be read.
         """
@@ -247,7 +248,7 @@ class Checkpoint:
 
 
 def _make_parts(given: Mapping[str, Any], extra: Any, rng: bool, exact: bool | str) -> list[Part]:
-    """Makes the parts, in the order in which they are restored; random states come last."""
+    """Makes the parts, in the order in which they are restored."""
     from rlstructs.checkpoints import parts
 
     found: list[Part] = []
@@ -265,20 +266,21 @@ def _make_parts(given: Mapping[str, Any], extra: Any, rng: bool, exact: bool | s
         found.append(parts.ExtraPart("extra", extra))
     elif extra is not None:
         found.append(parts.StatePart("extra", extra))
-    # Those that can be put back come before those that cannot.
-    found.sort(key=lambda part: part.label.startswith(("memory", "batcher")))
     if rng:
         found.append(parts.RandomPart("random"))
-    return found
+    return sorted(found, key=lambda part: part.turn)
 
 
 def _restore_all(parts: Sequence[Part], restores: Sequence[Restore]) -> None:
     """Restores parts; if one raises, it and those before it are put back."""
-    backups: list[tuple[str, Restore]] = []
+    backups, finishing = list[tuple[str, Callable[[], None]]](), list[Callable[[], None]]()
     try:
         for part, restore in zip(parts, restores, strict=True):
             backups.append((part.label, part.back_up()))
-            restore()
+            if (finish := restore()) is not None:
+                finishing.append(finish)
+        for finish in finishing:
+            finish()
     except BaseException:  # an interrupt too: half of a checkpoint is no training
         for label, put_back in reversed(backups):
             try:

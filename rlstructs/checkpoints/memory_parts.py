@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ class Segmenting(Protocol):
     def marks_of(self, memory: Any, /) -> Marks:
         """The state of a memory now, for the next checkpoint's `cut_contents`."""
 
-    def restorer(self, memory: Any, path: Path, reader: Reader, header: Mapping[str, Any], /) -> Restore:
+    def restorer(self, memory: Any, path: Path, reader: Reader, header: Mapping[str, Any], /) -> Callable[[], None]:
         """Checks the contents, and returns a function that restores them; raises anything if they do not fit."""
 
 
@@ -40,6 +40,8 @@ class MemoryPart(Part):
         label: of the part.
         memory: the memory.
     """
+
+    turn = 3
 
     def __init__(self, label: str, memory: Memory | Buffer) -> None:
         super().__init__(label)
@@ -88,6 +90,8 @@ class RayReplayPart(Part):
         label: of the part.
         memory: the memory.
     """
+
+    turn = 2  # a shard may be gone
 
     def __init__(self, label: str, memory: RayReplay) -> None:
         super().__init__(label)

@@ -21,7 +21,8 @@ from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError, StateError, WorkerError
 from rlstructs.files.opening import read_bytes
 
-Restore = Callable[[], None]
+# Restores a part; what it returns is called when all parts are restored.
+Restore = Callable[[], Callable[[], None] | None]
 # What the manifest says of a part.
 Entry = dict[str, Any]
 
@@ -31,7 +32,13 @@ class Part(ABC):
 
     Args:
         label: what it is called in messages and in the manifest.
+
+    Attributes:
+        turn: when it is restored: first what can be put back, then batchers, whose environments and agents may refuse
+            a state, then memories, which refuse nothing that was checked, and random states last.
     """
+
+    turn = 0
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -64,11 +71,8 @@ class Part(ABC):
             StateError: it cannot be restored now.
         """
 
-    def back_up(self) -> Restore:
-        """Takes the state of now, and returns a function that puts it back.
-
-        Memories and batchers have none, as they are restored after the parts whose own code may refuse a state.
-        """
+    def back_up(self) -> Callable[[], None]:
+        """Takes the state of now, and returns a function that puts it back; memories have none."""
         return lambda: None
 
     def note(self) -> None:  # noqa: B027, only parts that share files with the next checkpoint need it
@@ -96,9 +100,9 @@ class TreePart(Part):
         with _name_errors(path):
             restore = self._plan(load_tree(path))
 
-        def restore_with_names() -> None:
+        def restore_with_names() -> Callable[[], None] | None:
             with _name_errors(path):
-                restore()
+                return restore()
 
         return restore_with_names
 
@@ -125,7 +129,7 @@ class StatePart(TreePart):
         check_fits(self.label, self._owner, tree)
         return lambda: _load(self.label, self._owner, tree)
 
-    def back_up(self) -> Restore:
+    def back_up(self) -> Callable[[], None]:
         return _back_up(self._owner)
 
 
@@ -135,6 +139,8 @@ class BatcherPart(TreePart):
     Args:
         exact: see `RL_Batcher.state_dict`.
     """
+
+    turn = 1
 
     def __init__(self, label: str, owner: Any, exact: bool | str) -> None:
         if not isinstance(owner, BatcherBase):
@@ -148,6 +154,9 @@ class BatcherPart(TreePart):
 
     def _plan(self, tree: Any) -> Restore:
         return saving.plan_load(self._owner._engine, self._owner._life, tree)
+
+    def back_up(self) -> Callable[[], None]:
+        return lambda: saving.give_up(self._owner._life)
 
 
 class ExtraPart(TreePart):
@@ -182,7 +191,7 @@ class ExtraPart(TreePart):
 
         return restore
 
-    def back_up(self) -> Restore:
+    def back_up(self) -> Callable[[], None]:
         before = dict(self._values)
         put_back = [_back_up(each) if is_stateful(each) else in_place.keep(each) for each in before.values()]
 
@@ -198,13 +207,15 @@ class ExtraPart(TreePart):
 class RandomPart(TreePart):
     """The global random generators."""
 
+    turn = 4
+
     def _collect(self) -> Any:
         return collect_states()
 
     def _plan(self, tree: Any) -> Restore:
         return plan_states(tree)
 
-    def back_up(self) -> Restore:
+    def back_up(self) -> Callable[[], None]:
         return plan_states(collect_states())
 
 
@@ -230,7 +241,7 @@ def _load(name: str, owner: Any, state: Any) -> None:
         raise FileError(f"{name} refuses its state: {type(error).__name__}: {clean_text(error)}") from error
 
 
-def _back_up(owner: Any) -> Restore:
+def _back_up(owner: Any) -> Callable[[], None]:
     state = copy.deepcopy(owner.state_dict())
     return lambda: owner.load_state_dict(state)
 
