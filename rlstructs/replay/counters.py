@@ -10,7 +10,7 @@ import numpy as np
 from rlstructs.errors import StateError
 from rlstructs.replay.backing import Backing
 from rlstructs.replay.continuity import N_NUMBERS, Continuity
-from rlstructs.replay.ring import HEAD, N_COUNTERS, RESERVED
+from rlstructs.replay.ring import HEAD, N_COUNTERS, RESERVED, keep_order
 
 # After the counters of the lanes: how often rows that were there have changed, and whether a program has live tensors.
 REWRITES, EXPOSED = range(2)
@@ -69,6 +69,7 @@ class Counters:
         assert self.shown is not None
         # The head last: what it goes back over is reserved by then.
         self.shared[RESERVED] = self.shown[RESERVED]
+        keep_order()
         self.shared[HEAD] = self.shown[HEAD]
         self.show(None, None)
 

@@ -9,16 +9,50 @@ counters per lane, int64, in memory that other processes may share:
 
 The steps `[max(base, reserved - capacity), head)` are valid. A reader without a lock looks at `reserved` again after
 it has gathered rows: rows that are no longer valid may be torn. If a writer is killed while it writes, the rows that it
-was about to overwrite are lost, and the next writer starts at `head`. x86 keeps this order of loads and stores.
+was about to overwrite are lost, and the next writer starts at `head`.
+
+This rests on the order in which other processes see loads and stores. x86 keeps the order of loads, and that of stores,
+which is all that is needed. ARM and others do not: there `keep_order` keeps it, between the counters and the rows on
+both sides. Threads of one process take a lock, which keeps the order everywhere.
 """
 
 from __future__ import annotations
+
+import platform
+from _thread import allocate_lock
 
 import numpy as np
 
 BASE, RESERVED, HEAD = range(3)
 N_COUNTERS = 3
 ALL = slice(None)
+
+
+def is_ordered(machine: str) -> bool:
+    """Whether processors of this name, as `platform.machine` gives it, keep the order of loads and that of stores."""
+    return machine.lower() in ("x86_64", "amd64", "i386", "i486", "i586", "i686", "x86")
+
+
+IS_ORDERED = is_ordered(platform.machine())
+
+
+def keep_order() -> None:
+    """Keeps loads and stores before this call before those after it, as other processes see them."""
+    if not IS_ORDERED:
+        fence()
+
+
+def fence() -> None:
+    """Orders memory by what Python has.
+
+    What comes before a release stays before it, what comes after an acquisition stays after it, and an acquisition
+    stays after an earlier release. So a release that an acquisition follows is a full barrier; neither alone is. The
+    lock is new, so that no fork copies one that another thread holds.
+    """
+    lock = allocate_lock()
+    for _ in range(2):
+        lock.acquire()
+        lock.release()
 
 
 class Ring:
@@ -56,6 +90,7 @@ class Ring:
     def reserve(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
         """Announces a write of `n` rows from `head` on to each of these lanes."""
         self.reserved[lanes] = np.maximum(self.reserved[lanes], self.head[lanes] + n)
+        keep_order()
 
     def skip_lost(self, lanes: slice | np.ndarray) -> None:
         """Clears lanes in which a killed writer had announced to overwrite every row."""
@@ -65,6 +100,7 @@ class Ring:
 
     def publish(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
         """Announces that `n` rows are complete in each of these lanes."""
+        keep_order()
         self.head[lanes] += n
 
     def clear(self, alignment: int | None = None, lanes: slice | np.ndarray = ALL) -> None:
@@ -79,7 +115,9 @@ class Ring:
         start = (int(np.maximum(self.head, self.reserved)[lanes].max()) // alignment + 1) * alignment
         # The head last: until then a reader finds no rows rather than invalid ones.
         self.base[lanes] = start
+        keep_order()
         self.reserved[lanes] = start
+        keep_order()
         self.head[lanes] = start
 
     def is_full(self) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.ring import Ring
+from rlstructs.replay.ring import Ring, keep_order
 from rlstructs.replay.row_ids import RowIds
 
 
@@ -28,6 +28,7 @@ class Span:
         self.snapshot = b""
         while self.snapshot != (seen := ring.counters.tobytes()):
             self.snapshot = seen
+            keep_order()  # rows are read after the counters
         counters = np.frombuffer(self.snapshot, np.int64).reshape(ring.counters.shape)
         # Lanes are nearly always in step: then plain numbers replace arrays.
         self.aligned = columns.n_lanes == 1 or bool((counters == counters[:, :1]).all())

@@ -1,7 +1,8 @@
 """Writes one row to every lane quickly, as nearly every write does.
 
 `StepWriter` does what `Storage.write` does if nothing has to be converted: every column is given in its own dtype and
-shape, the lanes are in step, and no other process writes. It remembers what `Storage.write` finds out at each call.
+shape, the lanes are in step, and no other process has the store, so that the order in which others see stores does not
+matter. It remembers what `Storage.write` finds out at each call.
 """
 
 from __future__ import annotations

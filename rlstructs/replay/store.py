@@ -26,7 +26,7 @@ from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.counters import REWRITES, Counters
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
-from rlstructs.replay.ring import ALL, Ring
+from rlstructs.replay.ring import ALL, Ring, keep_order
 from rlstructs.replay.row_ids import LANE, RowIds
 from rlstructs.replay.span import Selection, Span
 
@@ -401,6 +401,7 @@ class Storage(CopiedWhole):
         with self.lock:
             span = self.span()
             arrays, left = read(span, rows), rows
+            keep_order()
             if span.is_settled and self.ring.counters.tobytes() == span.snapshot:
                 return arrays
             at = np.arange(len(rows))
@@ -411,8 +412,8 @@ class Storage(CopiedWhole):
                     return arrays
                 time.sleep(0.001 * (attempt > MAX_REDRAWS // 10))
                 at, left = at[torn], left[torn]
-                span = self.span()
-                replacements = read(span, left)
+                replacements = read(span := self.span(), left)
+                keep_order()
                 for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
                     arrays[name][at] = replacements[name]
         raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
@@ -428,8 +429,7 @@ class Storage(CopiedWhole):
             The rows and the arrays, without the rows that other processes have overwritten meanwhile.
         """
         with self.lock:
-            span = self.span()
-            every = rows(span)
+            every = rows(span := self.span())
             arrays, stale = read(every), self._overwritten(Selection(every[:, None], span))
         if stale is None:
             return every, arrays
@@ -438,6 +438,7 @@ class Storage(CopiedWhole):
         return every[~stale], arrays
 
     def _overwritten(self, picked: Selection) -> np.ndarray | None:
+        keep_order()  # the rows were read before this
         if self.ring.counters.tobytes() == picked.span.snapshot:
             return None
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest

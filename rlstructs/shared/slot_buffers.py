@@ -18,7 +18,9 @@ ALL_ROLLOUTS = 2**63 - 1
 class SlotBuffers:
     """The places of the slot buffers in the arena, and after them of one cut per worker.
 
-    A worker ends every rollout early whose number is below its cut.
+    A worker ends every rollout early whose number is below its cut. It reads the cut without a lock: 8 aligned bytes,
+    which are whole on every processor, and nothing else is read by them, so it does no harm if they come late. Rows and
+    lengths are read after a message in a pipe, which orders memory on every processor, and so are updates of weights.
 
     Args:
         layout: the layout of each buffer.

@@ -9,6 +9,7 @@ import re
 import weakref
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import rlstructs.replay
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
-from rlstructs.replay import expand
+from rlstructs.replay import expand, ring
 from rlstructs.replay.backing import Folder, Heap, Shared, SharedBlock
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.drawn_rows import DrawnRows
@@ -196,6 +197,74 @@ def test_move_keeps_every_value(order, backing, target, tmp_path):
         np.testing.assert_array_equal(columns.flat[name], values)
     columns.flat["n"][5] = 1
     assert columns.cells["n"][1, 2].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "i686"])
+def test_no_fence_slows_processors_that_keep_the_order(machine):
+    assert ring.is_ordered(machine)
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "armv7l", "ppc64le", "riscv64", "loongarch64", "s390x", ""])
+def test_fences_keep_the_order_on_other_processors(machine):
+    assert not ring.is_ordered(machine)
+
+
+@pytest.fixture
+def fences(monkeypatch):
+    """What was seen at each fence, as on a processor that needs them; `fences.look` says what."""
+    seen = SimpleNamespace(events=[], look=lambda: None)
+
+    def fence(old=ring.fence):
+        old()
+        seen.events.append(seen.look())
+
+    monkeypatch.setattr(ring, "IS_ORDERED", False)
+    monkeypatch.setattr(ring, "fence", fence)
+    return seen
+
+
+def test_a_writer_raises_a_counter_writes_rows_and_raises_the_other_in_this_order(fences):
+    storage = make_storage(1, 2)
+    fences.look = lambda: (*storage.ring.counters[1:, 0].tolist(), storage.columns.cells["x"][0, 0].item())
+    storage.write(block([[7]]))
+    assert fences.events[0][:2] == (1, 0) and np.isnan(fences.events[0][2])
+    assert fences.events[1:] == [(1, 0, 7)] and storage.ring.head.tolist() == [1]
+    fences.events.clear()
+    fences.look = lambda: storage.ring.counters[:, 0].tolist()
+    storage.clear()
+    assert fences.events == [[2, 1, 1], [2, 2, 1]] and storage.ring.counters[:, 0].tolist() == [2, 2, 2]
+
+
+def test_a_reader_reads_counters_rows_and_counters_in_this_order(fences, monkeypatch):
+    storage = make_storage(1, 2)
+    storage.write(block([[7, 8]]))
+    fences.events.clear()
+    fences.look = lambda: "fence"
+    gather = storage.columns.gather
+
+    def read(names, rows):
+        fences.events.append("rows")
+        return gather(names, rows)
+
+    monkeypatch.setattr(storage.columns, "gather", read)
+    storage.write(block([[9]]))
+    fences.events.clear()
+    rng = np.random.default_rng(0)
+
+    def select(n):
+        span = storage.span()
+        return Selection(span.draw(n, rng)[:, None], span)
+
+    storage.sample(3, select, lambda picked: storage.gather(["x"], picked.rows[:, 0]))
+    assert fences.events == ["fence", "rows", "fence"]
+    for look in (
+        lambda: storage.read_at(np.array([0]), lambda span, rows: storage.gather(["x"], rows)),
+        lambda: storage.read_all(lambda span: span.every_row(), lambda rows: storage.gather(["x"], rows)),
+    ):
+        storage._span = None
+        fences.events.clear()
+        look()
+        assert fences.events == ["fence", "rows", "fence"]
 
 
 def blocks_of(storage):
