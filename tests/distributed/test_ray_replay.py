@@ -560,6 +560,59 @@ def test_it_stores_the_states_that_other_memories_store_fed_or_extended_and_save
             assert (found["states"] == found["observations"][:, :2]).all()
 
 
+def endless(seed):
+    """Two environments without ends, which pay the number of the step."""
+    import gymnasium
+
+    from rlstructs import GymEnvInf
+
+    class Endless(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            return 0, {}
+
+        def step(self, action):
+            self.t += 1
+            return 0, float(self.t), False, False, {}
+
+    return GymEnvInf([Endless() for _ in range(2)], seed)
+
+
+@pytest.mark.parametrize("is_fed", [False, True], ids=["extended", "fed"])
+def test_windows_stop_where_a_rollout_of_a_batcher_over_ray_was_left_out(cluster, is_fed, tmp_path):
+    from rlstructs import RayBatcher
+    from rlstructs.memories.torch import RandomMemory
+
+    memory, here = RayReplay(40, 2, 2, seed=0), RandomMemory(40, 2, device="cpu", seed=0)
+    with memory, RayBatcher.make(endless, n_envs=2, n_workers=1, n_timesteps=5, seed=0) as batcher:
+        batcher.reset()
+        for given in (1, 0, 1, 1, 0):
+            if is_fed:
+                batcher.feed(memory if given else None)
+            batcher.execute()
+            trajectories, _ = batcher.get()
+            if given and not is_fed:
+                memory.extend(trajectories)
+            if given:
+                here.add_trajectories(trajectories)
+        memory.save(tmp_path / "replay")
+        memory.load(tmp_path / "replay")  # what follows is known afterwards, too
+        batcher.feed(None)
+        batcher.execute()
+        batcher.get()
+        for _ in range(2):
+            batcher.execute()
+            trajectories, _ = batcher.get()
+            memory.extend(trajectories)
+            here.add_trajectories(trajectories)
+        for each in (memory.sample(200, ["rewards"], sequence_length=3, episode_ends="never")["rewards"],
+                     here.sample(["rewards"], 200, sequence_length=3, episode_ends="never")[0][0]):  # fmt: skip
+            numbers = each.reshape(200, 3)
+            assert (numbers.diff(dim=1) == 1).all() and {13, 14, 34, 35} <= {*numbers[:, 1].tolist()}
+
+
 def test_a_batcher_over_ray_feeds_it_and_any_other_memory(cluster):
     import gymnasium
 
