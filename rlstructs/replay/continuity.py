@@ -12,6 +12,8 @@ Rows whose numbers are not known leave them as they are, and follow whatever is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rlstructs.checks import UNKNOWN
@@ -48,11 +50,16 @@ class Continuity:
             lanes, first_steps, lengths: int64 (B,), of the trajectories; those of one lane follow one another.
             ring: of the store.
         """
+        (offset, _, end), at = self._numbers, _as_index(lanes)
+        if isinstance(at, slice):  # as nearly always
+            heads = ring.head[at]
+            if (end[at] == heads).all() and (first_steps - offset[at] == heads).all():
+                return np.zeros(lanes.size, bool)
         following = np.where(ring.head > ring.base, self.following(ring.head), ANY)
         before = following[lanes]
-        if np.unique(lanes).size < lanes.size:
-            for at, (lane, first, n) in enumerate(zip(lanes.tolist(), first_steps.tolist(), lengths, strict=True)):
-                before[at], following[lane] = following[lane], UNKNOWN if first == UNKNOWN else first + n
+        if not isinstance(at, slice):
+            for row, (lane, first, n) in enumerate(zip(lanes.tolist(), first_steps.tolist(), lengths, strict=True)):
+                before[row], following[lane] = following[lane], UNKNOWN if first == UNKNOWN else first + n
         return np.asarray((first_steps != UNKNOWN) & (before != first_steps) & (before != ANY))
 
     def record(self, lanes: np.ndarray, first_steps: np.ndarray, lengths: np.ndarray, ring: Ring) -> None:
@@ -60,15 +67,20 @@ class Continuity:
 
         Without the numbers of a lane's last trajectory nothing is known of the lane.
         """
-        _, last = np.unique(lanes[::-1], return_index=True)
-        last = lanes.size - 1 - last
-        lanes, first_steps, lengths = lanes[last], first_steps[last], lengths[last]
-        known, heads = first_steps != UNKNOWN, ring.head[lanes]
-        offset, starts = first_steps + lengths - heads, heads - lengths
-        own = self._numbers[:, lanes]
-        goes_on = (own[OFFSET] == offset) & (own[SINCE] < starts) & (starts <= own[END])
-        since = np.where(goes_on, own[SINCE], starts)
-        self._numbers[:, lanes] = np.where(known, [offset, since, heads], 0)
+        at = _as_index(lanes)
+        if not isinstance(at, slice):
+            last = lanes.size - 1 - np.unique(lanes[::-1], return_index=True)[1]
+            at, first_steps, lengths = lanes[last], first_steps[last], lengths[last]
+        own, heads = self._numbers[:, at], ring.head[at]
+        begins = heads - lengths
+        offset = first_steps - begins
+        goes_on = own[OFFSET] == offset
+        if goes_on.all() and (own[END] == begins).all():  # as nearly always
+            self._numbers[END, at] = heads
+            return
+        goes_on &= (own[SINCE] < begins) & (begins <= own[END])
+        since = np.where(goes_on, own[SINCE], begins)
+        self._numbers[:, at] = np.where(first_steps != UNKNOWN, [offset, since, heads], 0)
 
     def following(self, heads: np.ndarray) -> np.ndarray:
         """The numbers of the steps that would follow the newest rows, int64 (n_lanes,), `UNKNOWN` where none is known.
@@ -82,3 +94,9 @@ class Continuity:
     def restore(self, following: np.ndarray, heads: np.ndarray) -> None:
         """Sets what `following` returned for these heads."""
         self._numbers[...] = np.where(following == UNKNOWN, 0, [following - heads, heads - 1, heads])
+
+
+def _as_index(lanes: np.ndarray) -> Any:
+    """The lanes as a slice if they are consecutive, as nearly always; otherwise as they are."""
+    is_slice = lanes.size > 0 and (lanes[1:] - lanes[:-1] == 1).all()
+    return slice(int(lanes[0]), int(lanes[0]) + lanes.size) if is_slice else lanes
