@@ -40,7 +40,8 @@ def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor 
         raise SpecError(f"mask_logits: the mask has shape {tuple(mask.shape)}, needed is {tuple(logits.shape)}")
     hint = IGNORED_HINT if ignored is None else ""
     forbidden, lowest = ~read_mask("mask_logits: the mask", mask, ignored, hint), torch.finfo(logits.dtype).min
-    if (logits < lowest / 4).any():
+    smallest = logits.detach().amin().item() if logits.numel() else 0.0
+    if smallest < lowest / 4 or smallest != smallest:  # NaN, which rows that nobody uses may hold, hides others
         logits = _raise_lowest(logits, forbidden, lowest)
     return logits.masked_fill(forbidden, lowest)
 

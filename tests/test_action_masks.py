@@ -188,6 +188,12 @@ def test_low_logits_keep_their_ratios(dtype):
         assert mask_logits(logits, torch.tensor([1, 1, 1, 0])).double().softmax(-1).tolist() == [*expected, 0]
 
 
+def test_nan_in_rows_that_nobody_uses_does_not_hide_low_logits():
+    logits = torch.tensor([[torch.nan, 0.0], [-torch.inf, 0.0]])
+    masked = mask_logits(logits, torch.tensor([[0, 0], [1, 0]]), torch.tensor([True, False]))
+    assert masked.softmax(-1).tolist() == [[0.5, 0.5], [1, 0]]
+
+
 def test_two_masks_are_applied_one_after_the_other():
     once = mask_logits(torch.tensor([[3.0, 0.0, 0.0]]), torch.tensor([[0, 1, 1]]))
     twice = mask_logits(once, torch.tensor([[1, 0, 0]]))
