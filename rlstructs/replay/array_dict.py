@@ -220,23 +220,12 @@ class ArrayDict(ArrayValues):
             raise AttributeError(str(error.args[0])) from None
 
     def keys(self) -> Any:
-        """The names at the top; iterating gives those of all arrays."""
+        """The names at the top; iterating, `items` and `values` are about all arrays."""
         return dict.fromkeys(name.partition("/")[0] for name in self).keys()
 
     def get_keys(self) -> Any:
         """Does what `keys` does."""
         return self.keys()
-
-    def items(self) -> Any:
-        """The names at the top, and what is under them."""
-        return {name: self[name] for name in self.keys()}.items()
-
-    def values(self) -> Any:
-        """What is under the names at the top."""
-        return dict(self.items()).values()
-
-    def __reduce__(self) -> Any:
-        return type(self).trusted, (dict(self),), dict(vars(self)) or None
 
     # Rows
 
@@ -293,7 +282,7 @@ class ArrayDict(ArrayValues):
     def to_dict(self, recursive: bool = True) -> dict[str, Any]:
         """Returns a dict of what is under the names at the top, with dicts of nested batches if `recursive`."""
         if not recursive:
-            return dict(self.items())
+            return {name: self[name] for name in self.keys()}
         found: dict[str, Any] = {}
         for name, value in dict.items(self):
             *path, last = name.split("/")
