@@ -98,7 +98,7 @@ class TreePart(Part):
         if entry != {"file": self._file, "bytes": len(data), "checksum": zlib.crc32(data)}:
             raise FileError(f"{path}: damaged: its checksum is wrong")
         with _name_errors(path):
-            restore = self._plan(load_tree(path))
+            restore = self._plan(load_tree(path, data))
 
         def restore_with_names() -> Callable[[], None] | None:
             with _name_errors(path):

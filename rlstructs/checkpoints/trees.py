@@ -1,4 +1,4 @@
-"""Files of nested dicts and lists: `torch.save` writes them, `torch.load(weights_only=True)` reads them.
+"""Files of nested dicts and lists: `torch.save` writes them, `files.tree_archive` reads them, as `torch.load` would.
 
 numpy arrays, and arrays and keys of jax, are stored as tensors beside what they were, because such a read makes none.
 Collections that it does not make either are stored as lists.
@@ -7,6 +7,7 @@ Collections that it does not make either are stored as lists.
 from __future__ import annotations
 
 import copy
+import io
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -17,14 +18,16 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 
-from rlstructs.checks import DTYPES, clean_text
-from rlstructs.errors import FileError, SpecError
+from rlstructs.checks import DTYPES
+from rlstructs.errors import SpecError
 from rlstructs.files.archives import NewFile
+from rlstructs.files.opening import name_damage, open_file
+from rlstructs.files.tree_archive import ARRAY, read_tree, weigh
 
 # What `torch.load` reads as it is.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
-# The key of a dict that stands for an array or a collection, with what kind of one it is.
-ARRAY, NUMPY, SCALAR, JAX, KEY, PARAMETER = "__array__", "numpy", "numpy scalar", "jax", "jax key", "parameter"
+# What the key `ARRAY` of a dict says: the kind of array that it stands for; or the name of a collection.
+NUMPY, SCALAR, JAX, KEY, PARAMETER, SPARSE = "numpy", "numpy scalar", "jax", "jax key", "parameter", "sparse"
 # Collections that are stored as lists of their items; the first two only if not all keys are texts and numbers.
 COLLECTIONS = (dict, OrderedDict, Counter, set, frozenset, deque)
 TEXT_OR_NUMBER = (str, int, float, bool)
@@ -46,6 +49,10 @@ def save_tree(path: Path, name: str, tree: Any) -> None:
     """
     encoded = encode_tree(name, tree)
     try:
+        weigh(encoded, {})
+    except ValueError as error:
+        raise SpecError(f"{name} cannot be read again: {error}") from error
+    try:
         with closing(NewFile(path)) as new:  # torch would raise a RuntimeError for a full disk
             torch.save(encoded, cast("IO[bytes]", new))
     except OSError as error:
@@ -53,19 +60,19 @@ def save_tree(path: Path, name: str, tree: Any) -> None:
         raise
 
 
-def load_tree(path: Path) -> Any:
+def load_tree(path: Path, data: bytes | None = None) -> Any:
     """Reads a tree; its tensors are in host memory.
+
+    Args:
+        path: of the file.
+        data: its bytes, if they are read already.
 
     Raises:
         FileNotFoundError: there is no such file.
         FileError: it is damaged.
     """
-    try:
-        return _decode(torch.load(path, map_location="cpu", weights_only=True))
-    except (FileNotFoundError, ImportError):
-        raise
-    except Exception as error:  # torch may raise anything for arbitrary bytes
-        raise FileError(f"{path}: damaged: {clean_text(error)}") from error
+    with name_damage(f"{path}: damaged"), open_file(path) if data is None else io.BytesIO(data) as file:
+        return _decode(read_tree(file))
 
 
 def encode_tree(name: str, tree: Any) -> Any:
@@ -82,6 +89,8 @@ def encode_tree(name: str, tree: Any) -> Any:
         raise SpecError(f"{name} has no shape yet; save a lazy module after its first call")
     if isinstance(tree, torch.nn.Parameter):
         return {ARRAY: PARAMETER, "value": tree.detach(), "requires_grad": tree.requires_grad}
+    if kind is torch.Tensor:
+        return _encode_tensor(name, tree)
     if kind in PLAIN:
         return tree
     if isinstance(tree, (np.ndarray, np.generic)):
@@ -96,6 +105,27 @@ def encode_tree(name: str, tree: Any) -> Any:
         f"{name} is a {type(tree).__name__}, which a checkpoint cannot hold; needed are dicts, lists, tuples, sets, "
         "tensors, arrays, numbers, texts or None, or an object with state_dict and load_state_dict"
     )
+
+
+def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
+    """The same tensor, or one without what no read would make; a dict for a sparse one."""
+    if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
+        is_coo = tensor.layout is torch.sparse_coo
+        parts = [tensor._indices(), tensor._values()] if is_coo else [
+            tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        ]  # fmt: skip
+        found = {ARRAY: SPARSE, "parts": [_encode_tensor(name, part.detach()) for part in parts]}
+        return {**found, "size": list(tensor.shape), "is_coalesced": is_coo and tensor.is_coalesced()}
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else f"{tensor.layout}"
+        raise SpecError(f"{name} is a tensor that a checkpoint cannot hold: {'meta' if tensor.is_meta else kind}")
+    plain = tensor.detach() if vars(tensor) or tensor._backward_hooks else tensor
+    if tensor.device.type not in ("cpu", "cuda", "mps", "xpu"):
+        plain = plain.detach().cpu()
+    plain = plain.resolve_conj().resolve_neg()
+    if plain.numel() * plain.element_size() > plain.untyped_storage().nbytes():  # it was expanded
+        plain = plain.contiguous()
+    return plain if plain is tensor else plain.detach().requires_grad_(tensor.requires_grad)
 
 
 def _replace_values(tree: Any, values: Mapping[Any, Any]) -> Any:
@@ -143,6 +173,8 @@ def _decode(tree: Any) -> Any:
             return _replace_values(tree, {key: _decode(value) for key, value in tree.items()})
         if tree[ARRAY] == PARAMETER:
             return torch.nn.Parameter(tree["value"], tree["requires_grad"])
+        if tree[ARRAY] == SPARSE:
+            return _decode_sparse(tree)
         return _decode_collection(tree) if "items" in tree else _decode_array(tree)
     if type(tree) in (list, tuple):
         parts = [_decode(value) for value in tree]
@@ -156,6 +188,13 @@ def _decode_collection(tree: Mapping[str, Any]) -> Any:
     if kind is deque:
         return deque(items, tree["maxlen"])
     return kind(dict(items)) if issubclass(kind, dict) else kind(items)
+
+
+def _decode_sparse(tree: Mapping[str, Any]) -> Any:
+    is_csr = len(tree["parts"]) == 3
+    make: Any = torch.sparse_csr_tensor if is_csr else torch.sparse_coo_tensor
+    found = make(*tree["parts"], tree["size"], check_invariants=True)
+    return found if is_csr else found._coalesced_(tree["is_coalesced"])
 
 
 def _decode_array(tree: Mapping[str, Any]) -> Any:

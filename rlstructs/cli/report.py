@@ -123,7 +123,7 @@ def describe(path: Path) -> Iterator[str]:
     """
     if not path.suffix and not path.exists():  # other names are told apart by their endings
         raise FileNotFoundError(f"{path}: no such file")
-    if path.suffix == ".pt" and (state := read_state(path)) is not None:
+    if path.suffix == ".pt" and path.is_file() and (state := read_state(path)) is not None:
         yield from describe_state(path, state)
         return
     if has_checkpoints(path):

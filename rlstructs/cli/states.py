@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlstructs.batcher.state_dict import FORMAT
 from rlstructs.checks import LONGEST_NAME, clean_text
 from rlstructs.errors import FileError
+from rlstructs.files.opening import is_of_system, open_file
+from rlstructs.files.tree_archive import read_outline
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
     """Reads what `RL_Batcher.state_dict` returned and `torch.save` wrote; None if a file holds something else."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
-    except Exception:  # whoever reads it as trajectories says what is wrong
+        with open_file(path) as file:
+            state = read_outline(file)
+    except Exception as error:  # whoever reads it as trajectories says what is wrong
+        if is_of_system(error) or isinstance(error, FileError):
+            raise
         return None
     return state if isinstance(state, dict) and state.get("format") == FORMAT else None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,8 @@ def open_file(path: str | Path) -> BinaryIO:
         file: BinaryIO = open(path, "rb", buffering=0, opener=_open_unblocked)  # noqa: SIM115, it is returned
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
+    except FileError:
+        raise
     except ValueError as error:  # a name with a null character
         raise FileError(f"{path}: no file has such a name: {error}") from error
     except OSError as error:
@@ -86,7 +89,7 @@ def is_of_system(error: BaseException) -> bool:
 
 def size_of(file: BinaryIO) -> int:
     """The size of an open file in bytes."""
-    return os.fstat(file.fileno()).st_size
+    return len(file.getbuffer()) if isinstance(file, io.BytesIO) else os.fstat(file.fileno()).st_size
 
 
 def read_bytes(path: str | Path) -> bytes:

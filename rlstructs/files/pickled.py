@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ BITS = {
 # The most values on the stack; `torch.save` writes the entries of a dictionary in batches of a thousand.
 MOST_WAITING = 10_000
 
-_DTYPES_OF_STORAGES = {
+DTYPES_OF_STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
     "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
@@ -43,7 +43,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Storage(NamedTuple):
+class Storage(NamedTuple):
     """Bytes in a file: the name of torch's class for them, and their key."""
 
     kind: str
@@ -69,7 +69,7 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v3"): REBUILD,
     ("collections", "OrderedDict"): ORDERED_DICT,
     ("torch.storage", "UntypedStorage"): "UntypedStorage",
-    **{("torch", name): name for name in (*_DTYPES_OF_STORAGES, *DTYPES, *BITS)},
+    **{("torch", name): name for name in (*DTYPES_OF_STORAGES, *DTYPES, *BITS)},
 }
 
 
@@ -81,9 +81,9 @@ def read_tensor(
     Raises:
         ValueError: they do not describe a plain tensor: contiguous, at offset 0, without gradient and hooks.
     """
-    if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple:
+    if type(storage) is not Storage or type(size) is not tuple or type(stride) is not tuple:
         raise ValueError("it holds a tensor that is not plain")
-    name = more[0] if more else _DTYPES_OF_STORAGES.get(storage.kind)
+    name = more[0] if more else DTYPES_OF_STORAGES.get(storage.kind)
     dtype = DTYPES.get(BITS.get(name, name)) if type(name) is str else None
     if dtype is None or not all(map(is_size, (*size, *stride))) or not len(size) == len(stride) <= MOST_AXES:
         raise ValueError("it holds a tensor that is not plain")
@@ -101,6 +101,12 @@ class Unpickler:
         data: the pickle.
     """
 
+    #: What each instruction does.
+    steps: ClassVar[Mapping[bytes, Callable[[Any], None]]]
+    #: The most values on the stack, and the most marks between them.
+    most_waiting: ClassVar[int] = MOST_WAITING
+    most_marks: ClassVar[int] = MOST_AXES
+
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
         self._stack: list[Any] = []
@@ -117,11 +123,11 @@ class Unpickler:
             ValueError, TypeError: this is not what `torch.save` writes for a dictionary of tensors.
         """
         while (code := self._take(1)) != b".":
-            step = _STEPS.get(code)
+            step = self.steps.get(code)
             if step is None:
                 raise ValueError(f"it holds more than tensors: instruction {code!r}")
             step(self)
-            if len(self._stack) > MOST_WAITING:
+            if len(self._stack) > self.most_waiting:
                 raise ValueError("its pickle is nested too deeply")
         return self._pop()
 
@@ -166,7 +172,7 @@ class Unpickler:
             raise ValueError("its pickle is not of protocol 2")
 
     def _mark(self) -> None:
-        if len(self._marks) > MOST_AXES:
+        if len(self._marks) > self.most_marks:
             raise ValueError("its pickle is nested too deeply")
         self._marks.append(len(self._stack))
 
@@ -216,7 +222,7 @@ class Unpickler:
         pid = self._pop()
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not type(pid[1]) is type(pid[2]) is str:
             raise ValueError("it holds more than tensors")
-        self._push(_Storage(pid[1], pid[2]))
+        self._push(Storage(pid[1], pid[2]))
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
@@ -249,7 +255,7 @@ class Unpickler:
         self._push(OTHER)
 
 
-_STEPS: dict[bytes, Callable[[Unpickler], None]] = {
+Unpickler.steps = {
     b"\x80": Unpickler._protocol,
     b"c": Unpickler._global,
     b"X": Unpickler._text,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import tracemalloc
+import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
@@ -9,7 +14,7 @@ import pytest
 import torch
 
 from rlstructs import Checkpoint, FileError, SpecError
-from rlstructs.checkpoints.trees import load_tree
+from rlstructs.checkpoints.trees import load_tree, save_tree
 
 VALUES = {
     "counter": Counter("aab"), "ordered": OrderedDict(b=np.arange(2), a=1), "deque": deque([1, (2, 3)], 4),
@@ -93,3 +98,117 @@ def test_arrays_beside_a_state_of_torch_leave_its_versions(tmp_path):
     again = Norm(2)
     Checkpoint(tmp_path, model=again).restore()
     assert again.version == 2 and again.versions == [0, 1]
+
+
+TENSORS = {
+    "view": torch.arange(10)[3:5], "transposed": torch.arange(6).reshape(2, 3).T, "empty": torch.zeros(0, 3),
+    "expanded": torch.zeros(1).expand(1000), "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "uint16": torch.ones(2, dtype=torch.uint16), "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+    "conjugate": torch.full((2,), 1j).conj(), "bool": torch.tensor([True, False]),
+    "with a gradient": torch.ones(2, requires_grad=True),
+    "sparse": torch.eye(3).to_sparse(), "shared": [torch.ones(4)] * 3, "views": [*torch.arange(6).reshape(2, 3)],
+}  # fmt: skip
+OTHERS = {
+    "bytes": [b"\0\xff", b""], "complex": 1 + 2j, "torch": [torch.Size([1, 2]), torch.float32, torch.device("cuda", 1)],
+    "integers": [2**3000, -(2**70), 2**31, -1, 255, 70_000], "half a pair": "\ud800", "floats": [float("nan"), 1e300],
+    "a long tuple": tuple(range(20_000)), "many keys": {n: str(n) for n in range(3000)}, "deep": [[[[[[{"a": ()}]]]]]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*TENSORS.values(), *OTHERS.values()], ids=[*TENSORS, *OTHERS])
+def test_every_tensor_and_value_is_read_as_it_was(value, tmp_path):
+    save_tree(tmp_path / "x.pt", "x", value)
+    found = load_tree(tmp_path / "x.pt")
+    assert type(found) is type(value) and repr(found) == repr(value)
+
+
+def test_a_tensor_that_no_read_makes_is_refused(tmp_path):
+    with pytest.raises(SpecError, match=r"extra\['x'\]\[0\] is a tensor that a checkpoint cannot hold: meta"):
+        Checkpoint(tmp_path, extra={"x": [torch.zeros(2, device="meta")]}).save(1)
+
+
+def test_a_tree_that_is_nested_too_deeply_to_be_read_is_refused(tmp_path):
+    value = []
+    for _ in range(150):
+        value = [value]
+    with pytest.raises(SpecError, match="extra cannot be read again: its pickle is nested too deeply"):
+        Checkpoint(tmp_path, extra={"x": value}).save(1)
+
+
+def compressed(path, megabytes=100):
+    """A state in an archive that unpacks to a thousand times its size."""
+    torch.save({"x": torch.zeros(megabytes << 18)}, whole := io.BytesIO())
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+
+def archive(path, pickled):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x/data.pkl", b"\x80\2" + pickled + b".")
+        file.writestr("x/data/0", b"12")
+
+
+def tensor(n_bytes, size, stride, offset=0):
+    """The pickle of a tensor of bytes that says this of itself."""
+    def number(n):
+        return b"\x8a\x08" + n.to_bytes(8, "little")
+
+    size, stride = (b"(" + b"".join(map(number, each)) + b"t" for each in (size, stride))
+    storage = b"(X\7\0\0\0storagectorch\nByteStorage\nX\1\0\0\0000X\3\0\0\0cpu" + number(n_bytes) + b"tQ"
+    rest = number(offset) + size + stride + b"\x89ccollections\nOrderedDict\n)RtR"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest
+
+
+def write_shared(path):
+    """A small storage in many tensors, gigabytes in all."""
+    numbers = torch.zeros(1 << 16)
+    torch.save([numbers[n % 7 :] for n in range(9000)], path)
+
+
+HOSTILE = {
+    "stride 0": lambda path: torch.save({"x": torch.zeros(1, dtype=torch.uint8).expand(3 << 30)}, path),
+    "stride 0 for an array": lambda path: torch.save(
+        {"__array__": "numpy", "dtype": "uint8", "shape": [3 << 30], "bytes": torch.zeros(1).byte().expand(3 << 30)},
+        path,
+    ),
+    "compressed": compressed,
+    "more numbers than bytes": lambda path: archive(path, tensor(1 << 30, [1 << 30], [1])),
+    "numbers behind its bytes": lambda path: archive(path, tensor(2, [1], [1], 1 << 20)),
+    "a few numbers in many tensors": write_shared,
+    "an exponential list": lambda path: archive(
+        path, b"]q\0" + b"".join(b"(h%ch%ctq%c" % (n, n, n + 1) for n in range(80))
+    ),
+    "a list in itself": lambda path: archive(path, b"]q\0h\0a"),
+    "a deep tuple": lambda path: archive(path, b")" + b"\x85" * 100_000),
+    "a name": lambda path: archive(path, b"cos\nsystem\n"),
+    "another pickle": lambda path: path.write_bytes(pickle.dumps({"x": 1})),
+    "torch's old format": lambda path: torch.save({"x": torch.zeros(3)}, path, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_tree_from_a_stranger_takes_little_memory_and_is_refused(what, tmp_path):
+    path = tmp_path / "x.pt"
+    HOSTILE[what](path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match=r"x\.pt: damaged: "):
+            load_tree(path)
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_nothing_but_a_regular_file_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "x.pt")
+    with pytest.raises(FileError, match=r"x\.pt: is a named pipe"):
+        load_tree(tmp_path / "x.pt")
+    checkpoint = Checkpoint(tmp_path / "runs", extra={"n": 1})
+    checkpoint.save(1)
+    for name in ("extra.pt", "checkpoint.json"):
+        path = tmp_path / "runs/step_000000000001" / name
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(FileError, match=f"{name}: is a named pipe"):
+            checkpoint.restore()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections import defaultdict
 
 import gymnasium
@@ -500,6 +501,8 @@ ERRORS = {
     ),
     "info crafted": (["info", "crafted.pt"], "crafted.pt: damaged: .*'int' object has no attribute 'get'"),
     "info cut": (["info", "cut.pt"], "cut.pt: not a file of rlstructs, or a damaged one: .*"),
+    "info pipe": (["info", "pipe.pt"], "pipe.pt: is a named pipe, needed is a regular file; info reads .*"),
+    "info compressed": (["info", "packed.pt"], "packed.pt: not a file of .*: it is compressed; info reads .*"),
     "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5; info reads .*"),
 }
 
@@ -517,6 +520,10 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, argume
     torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
     torch.save({"format": "rlstructs.RL_Batcher", "batcher": 3}, tmp_path / "crafted.pt")
     (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:500])
+    os.mkfifo(tmp_path / "pipe.pt")
+    with zipfile.ZipFile("crafted.pt") as old, zipfile.ZipFile("packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in old.namelist():
+            packed.writestr(name, old.read(name))
     before = sorted(tmp_path.iterdir())
     code, stdout, stderr = run(*arguments)
     assert (code, stdout) == (2, "")
