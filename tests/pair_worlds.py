@@ -364,15 +364,16 @@ class Remembering(Plain):
 
 
 class Linear(torch.nn.Module):
-    """A network over any observation of these environments."""
+    """A network over any observation of these environments; for a Box it gives a distribution."""
 
-    def __init__(self, n_outputs):
+    def __init__(self, acts):
         super().__init__()
-        self.layer = torch.nn.Linear(4, n_outputs)
+        self.acts, self.layer = acts, torch.nn.Linear(4, N_OUTPUTS.get(acts, 1))
 
     def forward(self, shown):
         shown = shown["x"] if isinstance(shown, dict) else shown
-        return self.layer((shown[:, :4] % 64 / 64).float())
+        found = self.layer((shown[:, :4] % 64 / 64).float())
+        return torch.distributions.Normal(found, 0.5) if self.acts == "box" else found
 
 
 N_OUTPUTS = {"discrete": 5, "box": 2, "multi": 7}
@@ -391,5 +392,5 @@ class Snapping(ModuleAgent):
 
 def create_agent(agent, acts, shows):
     if agent == "module":
-        return Snapping(Linear(N_OUTPUTS.get(acts, 1)), ACTION_SPACES[acts], observation_space(shows))
+        return Snapping(Linear(acts), ACTION_SPACES[acts], observation_space(shows))
     return {"plain": Plain, "state": Stateful, "views": Viewing, "history": Remembering}[agent](acts)
