@@ -154,7 +154,7 @@ def test_a_sample_of_0_rows_has_the_columns_of_others_and_changes_no_pass(sample
         buffer.sample(2 if sampler != "padded" else 3)
     empty, info = buffers[0].sample(0, return_info=True)
     drawn = [buffer.sample(2 if sampler != "padded" else 3) for buffer in buffers]
-    assert set(empty.keys()) == set(drawn[0].keys()) and set(info) <= set(empty.keys()) and buffers[0].can_sample(0)
-    for key in empty.keys():  # noqa: SIM118
+    assert set(empty) == set(drawn[0]) and set(info) <= set(empty) and buffers[0].can_sample(0)
+    for key in empty:
         assert empty[key].shape == (0, *drawn[0][key].shape[1:]) and empty[key].dtype == drawn[0][key].dtype
         assert (drawn[0][key] == drawn[1][key]).all()
