@@ -14,7 +14,7 @@ from rlstructs.replay.blocks import rounds
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
-from rlstructs.replay.info_columns import OBJECTS, Plan, adopt
+from rlstructs.replay.info_columns import OBJECTS, Plan, adopt, held_values, require_bytes
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.snapshot import AnySnapshot, JoinedSnapshot
 from rlstructs.replay.store import Storage
@@ -52,7 +52,6 @@ class JoinedTable(Table):
     def __init__(self, main: Table, storage: Storage, lane_size: int) -> None:
         super().__init__(storage, lane_size, is_stacked=True)
         self.main = main
-        self.unify: Callable[[], None] = lambda: None
         self._unified = (-1, -1)  # the layouts of both when they last had the same columns
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +78,7 @@ class JoinedTable(Table):
         """Gives both the same columns, after the main buffer was changed on its own."""
         main, own = self.main.storage.columns, self.storage.columns
         if self._unified != (main.layout, own.layout):
-            self.unify()
+            unify(self.main.storage, self.storage)
             self._unified = main.layout, own.layout
 
     def rows(self) -> AnySnapshot:
@@ -105,6 +104,28 @@ class JoinedTable(Table):
         return values
 
 
+def unify(main: Storage, own: Storage) -> None:
+    """Gives both stores the same columns, those of infos of one dtype, after the main one was changed on its own."""
+    for storage, others in ((main, own.columns.specs), (own, main.columns.specs)):
+        specs = storage.columns.specs
+        nested = {name: [key for key in specs if key.startswith(f"{name}/")] for name in others}
+        adopt(storage, Plan({}, folded={name: below for name, below in nested.items() if below}))
+        if lacking := {name: spec for name, spec in others.items() if name not in storage.columns.specs}:
+            require_bytes(storage.columns, lacking, lacking)
+            storage.add_columns(lacking)
+    theirs, ours = main.columns.specs, own.columns.specs
+    for name in [name for name in ours if is_info(name) and theirs.get(name, ours[name]) != ours[name]]:
+        one, other = theirs[name], ours[name]
+        dtype = None
+        if not (one.is_object or other.is_object) and one.shape == other.shape:
+            held = held_values(main, name, one)
+            dtype = widened(held, held_values(own, name, other), held.dtype)
+        spec = OBJECTS if dtype is None else Spec(dtype, other.shape, 0)
+        for storage in (main, own):
+            if storage.columns.specs[name] != spec:
+                adopt(storage, Plan({}, {name: spec}))
+
+
 class CachedIntake(TransitionIntake):
     """Writes to the caches, and moves episodes that have ended to the main buffer.
 
@@ -120,8 +141,8 @@ class CachedIntake(TransitionIntake):
     def __init__(self, table: JoinedTable, owner: str, options: Options, main: TransitionIntake) -> None:
         super().__init__(table, owner, options)
         self.main = main
-        self._unify()
-        table.unify = self._unify
+        if main.specs:
+            super().add_columns(dict(main.specs))
 
     # Columns
 
@@ -137,7 +158,7 @@ class CachedIntake(TransitionIntake):
 
     def plan_columns(self, rows: Mapping[str, Any], n_lead: int) -> Plan:
         if self.specs:
-            self._unify()
+            unify(self.main.storage, self.storage)
         return super().plan_columns(rows, n_lead)
 
     def read_held(self, name: str) -> np.ndarray:
@@ -146,23 +167,6 @@ class CachedIntake(TransitionIntake):
     def adopt(self, plan: Plan) -> None:
         self.main.adopt(plan)
         super().adopt(plan)
-
-    def _unify(self) -> None:
-        """Gives both the same columns, and those of infos one dtype, after the main buffer was changed on its own."""
-        for intake, others in ((self.main, self.specs), (self, self.main.specs)):
-            nested = {name: [key for key in intake.specs if key.startswith(f"{name}/")] for name in others}
-            adopt(intake.storage, Plan({}, folded={name: below for name, below in nested.items() if below}))
-            if lacking := {name: spec for name, spec in others.items() if name not in intake.specs}:
-                TransitionIntake.add_columns(intake, lacking)
-        main, own = self.main.specs, self.specs
-        for name in [name for name in own if is_info(name) and main.get(name, own[name]) != own[name]]:
-            theirs, ours = self.main.read_held(name), super().read_held(name)
-            numbers = not (main[name].is_object or own[name].is_object) and main[name].shape == own[name].shape
-            dtype = widened(theirs, ours, theirs.dtype) if numbers else None
-            spec = OBJECTS if dtype is None else Spec(dtype, own[name].shape, 0)
-            for intake in (self.main, self):
-                if intake.specs[name] != spec:
-                    adopt(intake.storage, Plan({}, {name: spec}))
 
     # Rows
 
