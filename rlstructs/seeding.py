@@ -20,7 +20,7 @@ from rlstructs.errors import SpecError
 
 # The first element of a spawn key: the purpose of the stream.
 _ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32 = 0, 1, 2, 3, 4
-_EPISODE = 5  # 4 is also that of `worker_setup.streams`
+_EPISODE, _LIFE = 5, 6  # 4 is also that of `worker_setup.streams`, and 7 is of `envs.env_lives`
 # Seeds below this fit into int32.
 INT32_LIMIT = 2**31
 
@@ -33,19 +33,21 @@ class EnvSeed(int):
 
     Attributes:
         restart_number: times the streams have started anew, because the worker was replaced or a state was loaded.
+        life: how often the one environment was made anew that these are made for; 0 for all of a worker.
     """
 
     root: int
     worker_index: int
     restart_number: int
+    life: int
 
-    def __new__(cls, root: int, worker_index: int, restart_number: int = 0) -> EnvSeed:
+    def __new__(cls, root: int, worker_index: int, restart_number: int = 0, life: int = 0) -> EnvSeed:
         made = super().__new__(cls, _derive_seed(root, *_restart_key(restart_number), _WORKER, worker_index))
-        made.root, made.worker_index, made.restart_number = root, worker_index, restart_number
+        made.root, made.worker_index, made.restart_number, made.life = root, worker_index, restart_number, life
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EnvSeed, (self.root, self.worker_index, self.restart_number)
+        return EnvSeed, (self.root, self.worker_index, self.restart_number, self.life)
 
     def for_environments(self, n_envs: int) -> list[int]:
         """A seed for each of the worker's environments, below 2**32."""
@@ -71,6 +73,19 @@ def next_seed(seed: int, restart_number: int) -> int:
     if isinstance(seed, EnvSeed):
         return EnvSeed(seed.root, seed.worker_index, restart_number)
     return _derive_seed(seed, *_restart_key(restart_number))
+
+
+def life_seed(seed: int, index: int, number: int) -> int:
+    """The seed with which a worker makes one of its environments anew; an `EnvSeed` stays one, of the same worker.
+
+    Args:
+        seed: of the worker.
+        index: of the environment, among all.
+        number: how often it was made anew, this time included.
+    """
+    if isinstance(seed, EnvSeed):
+        return EnvSeed(_derive_seed(seed.root, _LIFE, index, number), seed.worker_index, seed.restart_number, number)
+    return _derive_seed(seed, _LIFE, index, number)
 
 
 def _restart_key(restart_number: int) -> tuple[int, ...]:

@@ -6,8 +6,9 @@
 CartPole and HalfCheetah run under `on_worker_failure="restart"`, with and without a run-ahead, copied and leased, each
 with a replay memory that fills and is drawn from; in one of them the workers write to the memory, which holds one more
 rollout than are under way and is drawn from all the while. About every two seconds a worker is killed, or stopped so
-that it outruns its deadline; now and then an environment raises or hangs by itself. Every observation holds a checksum
-that its environment put in, the action before it, and its number, which is the reward; every agent puts out which
+that it outruns its deadline; now and then an environment raises, hangs or ends its process by itself. In two of them
+environments raise often, and are made anew by `on_env_failure="restart"`. Every observation holds a checksum that its
+environment put in, the action before it, and its number, which is the reward; every agent puts out which
 update it has had. All of it is verified, in every transition that is handed out and every row that is drawn.
 `--table` measures how long it takes until each kind of failure is over.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import random
 import signal
@@ -39,8 +41,11 @@ from rlstructs.replay.from_trajectories import NAMES as USUAL
 from rlstructs.testing import Fault, create_faulty_envs
 
 N_FIELDS = 6  # checksum of the action, environment, generation, episode, step, checksum
-# Steps after which an environment has failed by itself, on average.
-MEAN_STEPS = 100_000
+# Steps after which an environment has failed by itself, on average; and those after which it has raised, where it is
+# then made anew.
+MEAN_STEPS, MEAN_STEPS_ANEW = 100_000, 2_000
+# So many lives of an environment count as a generation.
+LIVES = 4096
 TIMEOUT, EVERY = 2.0, 2.0  # seconds
 # Seconds that a rollout may take beyond its deadline: successors start meanwhile.
 PATIENCE = 3.0
@@ -52,8 +57,9 @@ FED = {**USUAL, "versions": "action/version", "policy_version": "policy_version"
 class Checked(gymnasium.Wrapper):
     """Adds to each observation whose it is, and a checksum of all that is in it."""
 
-    def __init__(self, env, env_index, generation):
+    def __init__(self, env, env_index, generation, mean_steps):
         super().__init__(env)
+        self.mean_steps = mean_steps
         low, high = np.full(N_FIELDS, -np.inf, np.float32), np.full(N_FIELDS, np.inf, np.float32)
         space = env.observation_space
         self.observation_space = gymnasium.spaces.Box(
@@ -68,9 +74,14 @@ class Checked(gymnasium.Wrapper):
         return self._checked(observation), info
 
     def step(self, action):
+        if self.mean_steps and self.rng.random() < 1 / self.mean_steps:
+            raise RuntimeError("the environment has failed by itself")
         if self.rng.random() < 1 / MEAN_STEPS:
-            if self.rng.random() < 0.5:
+            how = self.rng.choice(["raise", "hang", "exit"])
+            if how == "raise":
                 raise RuntimeError("the environment has failed by itself")
+            if how == "exit":
+                os._exit(3)
             signal.pause()
         observation, _, *rest = self.env.step(action)
         self.fields[0], self.fields[4] = crc_of(np.asarray(action)), self.fields[4] + 1
@@ -91,10 +102,10 @@ def crc_of(array):
     return zlib.crc32(array.tobytes()) % (1 << 24)
 
 
-def create_env(env_id, n_envs, seed):
-    first = seed.worker_index * n_envs
+def create_env(env_id, n_envs, seed, mean_steps=None):
+    first, generation = seed.worker_index * n_envs, LIVES * seed.restart_number + seed.life
     return GymEnvInf(
-        [Checked(gymnasium.make(env_id), first + k, seed.restart_number) for k in range(n_envs)], seed
+        [Checked(gymnasium.make(env_id), first + k, generation, mean_steps) for k in range(n_envs)], seed
     )
 
 
@@ -129,6 +140,7 @@ class Soak:
     run_ahead: int = 0
     leases: bool = False
     feeds: bool = False
+    recovers: bool = False
     transitions: int = 0
     drawn: int = 0
     lost: int = 0
@@ -137,9 +149,11 @@ class Soak:
 
     def __post_init__(self):
         arguments = {"env_id": self.env_id}
+        env_args = {**arguments, "n_envs": self.n_envs, "mean_steps": MEAN_STEPS_ANEW if self.recovers else None}
         self.batcher = RL_Batcher(
-            self.n_timesteps, create_agent, arguments, create_env, {**arguments, "n_envs": self.n_envs},
+            self.n_timesteps, create_agent, arguments, create_env, env_args,
             self.n_workers, 0, timeout=self.timeout, on_worker_failure="restart", run_ahead=self.run_ahead,
+            on_env_failure="restart" if self.recovers else "raise",
         )  # fmt: skip
         self.name = f"{self.env_id}, run_ahead={self.run_ahead}{', leased' * self.leases}{', fed' * self.feeds}"
         n_all = self.n_workers * self.n_envs
@@ -193,8 +207,12 @@ class Soak:
 
     def _verify(self, trajectories):
         lengths = trajectories.lengths.tolist()
-        assert set(lengths) <= {0, self.n_timesteps}, f"{self.name}: lengths {lengths}"
-        self.lost += sum(length == 0 for length in lengths)
+        if self.recovers:  # a worker is lost where none of its environments has made a step
+            blocks = [lengths[start : start + self.n_envs] for start in range(0, len(lengths), self.n_envs)]
+            self.lost += sum(len(block) for block in blocks if not any(block))
+        else:
+            assert set(lengths) <= {0, self.n_timesteps}, f"{self.name}: lengths {lengths}"
+            self.lost += sum(length == 0 for length in lengths)
         mask = trajectories.mask(torch.bool)
         steps = trajectories.trajectories
         before, after = (steps[f"{side}/frame"][mask].numpy() for side in ("observation", "_observation"))
@@ -258,8 +276,8 @@ def soak(minutes, *limits):
     Soak("CartPole-v1", 1, 1, 1, None).close()  # what the fork server takes is taken once
     rng, before = random.Random(0), held()
     soaks = [
-        Soak("CartPole-v1", 2, 8, 64, *limits), Soak("HalfCheetah-v5", 2, 2, 32, *limits, run_ahead=2),
-        Soak("CartPole-v1", 2, 4, 32, *limits, run_ahead=1, leases=True),
+        Soak("CartPole-v1", 2, 8, 64, *limits, recovers=True), Soak("HalfCheetah-v5", 2, 2, 32, *limits, run_ahead=2),
+        Soak("CartPole-v1", 2, 4, 32, *limits, run_ahead=1, leases=True, recovers=True),
         Soak("CartPole-v1", 2, 4, 32, *limits, run_ahead=1, feeds=True),
     ]  # fmt: skip
     end, next_harm, sizes, counts = time.monotonic() + 60 * minutes, 0.0, [], {}
@@ -276,6 +294,7 @@ def soak(minutes, *limits):
         stats = each.close()
         print(f"{each.name}: {each.transitions:,} transitions and {each.drawn:,} drawn rows verified, "
               f"{stats['restarts']} restarts, {each.lost} rollouts of environments lost and counted, "
+              f"{sum(stats['env_restarts'])} environments made anew, "
               f"slowest rollout {each.slowest:.2f} s")  # fmt: skip
     half = len(sizes) // 2
     grown = max(sizes[half:]) - max(sizes[: max(half, 1)])
@@ -378,4 +397,5 @@ if __name__ == "__main__":
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("rlstructs").setLevel(logging.ERROR)  # each failure is a warning there
     table() if arguments.table else soak(arguments.minutes, arguments.timeout, arguments.patience)

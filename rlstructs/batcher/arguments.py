@@ -12,6 +12,7 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import MODULE_HINT, check_count, check_timeout, warn_caller
+from rlstructs.envs.env_lives import check_policy
 from rlstructs.errors import SpecError
 from rlstructs.seeding import EnvSeed, check_seeds
 from rlstructs.structures.arrays import check_dtype, specs_of
@@ -35,6 +36,8 @@ class RunSettings:
     max_restarts: int | None
     run_ahead: int
     init_worker: Callable[[int], object] | None = None
+    on_env_failure: str = RAISE
+    max_env_restarts: int | None = None
 
     @property
     def n_workers(self) -> int:
@@ -55,6 +58,7 @@ class RunSettings:
             raise SpecError(f"on_worker_failure must be one of {POLICIES}, got {self.on_worker_failure!r}")
         if self.max_restarts is not None:
             check_count("max_restarts", self.max_restarts, 0)
+        check_policy(self.on_env_failure, self.max_env_restarts)
         check_count("run_ahead", self.run_ahead, 0)
         check_init_worker(self.init_worker)
         return dataclasses.replace(self, timeout=timeout)

@@ -161,11 +161,12 @@ class BatcherBase:
 
         Returns:
             `workers`: for each a dict of `worker` (its index), `pid`, `state` ("idle", "busy" or "gone"),
-            `restarts` (how many workers were in its place before), `lost_rollouts` (how many were lost with them), and,
-            as of its own last rollout, `steps`, `steps_per_second` (over all the time since it began),
-            `environment_seconds`, `agent_seconds` and `waiting_seconds`. `restarts` and `lost_rollouts`: the sums over
-            all workers. `dropped_episodes`: how many `episodes` will never return. `arena_bytes`: the shared memory
-            that rollouts take. `seeds`: the given ones, or the int that was drawn.
+            `restarts` (how many workers were in its place before), `lost_rollouts` (how many were lost with them),
+            `env_restarts` (how often each of its environments was made anew, a list), and, as of its own last rollout,
+            `steps`, `steps_per_second` (over all the time since it began), `environment_seconds`, `agent_seconds` and
+            `waiting_seconds`. `restarts` and `lost_rollouts`: the sums over all workers. `env_restarts`: those of all N
+            environments, a list. `dropped_episodes`: how many `episodes` will never return. `arena_bytes`: the shared
+            memory that rollouts take. `seeds`: the given ones, or the int that was drawn.
         """
         self._life.check_open("stats")
         return self._engine.stats()
@@ -178,7 +179,8 @@ class BatcherBase:
             episode ended; `rollout/steps_per_second`, of all environments; `rollout/waiting_share`, the share of the
             time, 0 to 1, that `execute`, `get`, `wait` and `lease` waited for workers; `rollout/staleness`, by how many
             updates agents were behind when what they did was handed out, the mean over steps, missing without any. In
-            all: `rollout/steps`, which `state_dict` keeps, and `rollout/restarts`, of workers.
+            all: `rollout/steps`, which `state_dict` keeps; `rollout/restarts`, of workers; `rollout/env_restarts`, of
+            environments, and `rollout/env_restarts/<index>` for each that was made anew.
         """
         self._life.check_open("metrics")
         return self._engine.metrics()

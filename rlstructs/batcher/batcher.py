@@ -89,6 +89,14 @@ class RL_Batcher(BatcherBase):
             error is always raised.
         max_restarts: how many workers may be replaced in all; None for any number. If the successors of one worker
             fail three times in a row before they have begun, the first error is raised, and the batcher has failed.
+        on_env_failure: "raise" treats an environment that raises in `step` or `reset` as a worker that failed;
+            "restart" closes it and makes it anew, by the function given to `make`, or by `create_env`, of which only
+            this environment is kept. Its row of the rollout ends with its last good step, as `lengths` tells: the
+            episode is cut there, neither terminated nor truncated. All others go on. The new environment begins an
+            episode with the next rollout; its stream follows from the seed. The log has the traceback, as a warning. It
+            is for `GymEnv`, `GymEnvInf`, and a `GymVectorEnv` of a `SharedVectorEnv`.
+        max_env_restarts: how often each environment may be made anew in all; None for any number. Then, or if it fails
+            more than three times in a row without a step in between, the error counts as the worker's.
         run_ahead: k, how many rollouts workers may begin before the trainer has taken the oldest: they collect while
             it learns. `get` then gives the rollout that was ordered k calls of `execute` ago,
             and arguments of `execute` and `update` take effect k rollouts later. With one update for
@@ -134,25 +142,24 @@ class RL_Batcher(BatcherBase):
         device: torch.device | str = "cpu", *, start_method: str | None = None, timeout: float | None = None,
         on_worker_failure: str = RAISE, max_restarts: int | None = None, run_ahead: int = 0,
         debug: bool | None = None, init_worker: Callable[[int], object] | None = None, memory: Any = None,
+        on_env_failure: str = RAISE, max_env_restarts: int | None = None,
     ) -> None:  # fmt: skip
         self._life = Lifecycle()
         run = RunSettings(
-            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker
-        ).check()
+            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker,
+            on_env_failure, max_env_restarts,
+        ).check()  # fmt: skip
         self._device, self._debug = find_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         settings = JobSettings(
-            check_factory("create_agent", create_agent),
-            arguments_of("agent_args", agent_args),
-            check_factory("create_env", create_env),
-            arguments_of("env_args", env_args),
+            check_factory("create_agent", create_agent), arguments_of("agent_args", agent_args),
+            check_factory("create_env", create_env), arguments_of("env_args", env_args),
             seeds_of(draw_seed() if seeds is None else seeds, run.n_workers),
             agent_seeds_of(agent_seeds, run.n_workers),
-            self._examples["agent_info"],
-            self._examples["env_info"],
-            None if self._device.type == "cpu" else self._device,
-        )
+            self._examples["agent_info"], self._examples["env_info"],
+            None if self._device.type == "cpu" else self._device, on_env_failure, max_env_restarts,
+        )  # fmt: skip
         self._engine = self._start_engine(settings, run)
         try:
             warn_of_overlap(settings.seeds, self._engine.n_envs)

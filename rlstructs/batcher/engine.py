@@ -275,6 +275,7 @@ class Engine:
             "workers": workers,
             "restarts": self.supervisor.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
+            "env_restarts": [n for worker in workers for n in worker["env_restarts"]],
             "dropped_episodes": self.transport.episodes.n_dropped,
             "arena_bytes": self.transport.nbytes,
             "seeds": seeds_argument(self.settings.seeds),
@@ -287,10 +288,13 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """What `RL_Batcher.metrics` returns."""
+        restarts = [n for worker in self.supervisor.stats() for n in worker["env_restarts"]]
         return {
             **self.transport.episodes.take_means(),
             **self.meter.take(),
             "rollout/restarts": float(self.supervisor.n_restarts),
+            "rollout/env_restarts": float(sum(restarts)),
+            **{f"rollout/env_restarts/{env}": float(n) for env, n in enumerate(restarts) if n},
         }
 
     def close(self) -> None:

@@ -44,12 +44,12 @@ def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callabl
         called last: it writes to the memory that is fed, and may find the memory restored meanwhile.
     """
     life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
-    state_dict.check(state, state_dict.make_state(engine))
+    checked = state_dict.check(state, state_dict.make_state(engine))
     if "exact" in state:
         found, phase = exact_format.unpack(engine, state["exact"])
         load = partial(load_engine_state, engine, found)
     else:
-        load, phase = partial(engine.load, state, state_dict.unpack_statistics(state["statistics"])), Phase.NEW
+        load, phase = partial(engine.load, checked, state_dict.unpack_statistics(checked["statistics"])), Phase.NEW
 
     def load_first() -> Callable[[], None]:
         with defer_first_interrupt(), life.note_failures("load_state_dict"):

@@ -8,7 +8,8 @@ It holds dicts, lists, tensors, numbers and texts:
                             seeds, agent_seeds, keys
     weights_version         how often `update` was called
     steps                   how many steps were handed out; missing in older states
-    workers                 by worker: how often its streams have started anew, and its counters
+    workers                 by worker: how often its streams have started anew, and its counters, of which older states
+                            lack env_restarts
     episodes                those that ended and were not taken; dropped_episodes
     statistics              by name: count, mean, m2
     exact                   see `exact_format`; only in exact states, whose version is 2
@@ -92,8 +93,12 @@ def unpack_statistics(state: State) -> dict[str, Moments]:
     }
 
 
-def check(state: Any, own: State) -> None:
-    """Raises SpecError, which names what differs, unless a batcher whose own state is `own` can load `state`."""
+def check(state: Any, own: State) -> State:
+    """Returns a state with what older ones lack.
+
+    Raises:
+        SpecError: a batcher whose own state is `own` cannot load it; the message names what differs.
+    """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         what = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise SpecError(f"load_state_dict: needs what RL_Batcher.state_dict gave, got {what!r}")
@@ -108,13 +113,23 @@ def check(state: Any, own: State) -> None:
         if str(error).startswith(f"{FAILED}seeds is") and "seeds" in state:
             raise SpecError(f"{error}; make the batcher with seeds={state['seeds']!r}") from None
         raise
-    state = {"steps": 0, **state}
+    state = {"steps": 0, **state, "workers": _add_counters(state.get("workers"), own["workers"])}
     given, needed = ({key: value for key, value in each.items() if key != "seeds"} for each in (state, own))
     _check_form("state", given, needed)
     for name, kept in state["statistics"].items():
         if not (kept["mean"].isfinite().all() and kept["m2"].isfinite().all() and (kept["m2"] >= 0).all()):
             raise SpecError(f"load_state_dict: statistics of {name!r} are not finite, or negative")
     _check_episodes(state["episodes"], own["batcher"]["n_processes"] * own["batcher"]["n_envs"])
+    found: State = state
+    return found
+
+
+def _add_counters(workers: Any, own: list[State]) -> Any:
+    """Adds the counters that older states lack to those of workers; other things stay as they are."""
+    if not isinstance(workers, list):
+        return workers
+    n_envs = len(own[0]["env_restarts"])
+    return [{"env_restarts": [0] * n_envs, **each} if isinstance(each, dict) else each for each in workers]
 
 
 def _check_same(where: str, given: Any, own: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlstructs.batcher.arguments import RESTART
 from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, describe_times
+from rlstructs.envs.env_results import find_step
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.job_reply import JobState
@@ -83,6 +84,8 @@ class Supervisor:
         """Asks every job for the number of its environments, and the first one for its specs."""
         found: list[JobDescription] = self.pool.call("describe")
         self._n_envs = found[0].n_envs
+        for record in self.records:
+            record.env_restarts = [0] * found[0].n_envs
         return found
 
     def attach(self, slot_buffers: SlotBuffers) -> None:
@@ -275,6 +278,7 @@ class Supervisor:
                 "state": state,
                 "restarts": record.n_restarts,
                 "lost_rollouts": record.n_lost,
+                "env_restarts": list(record.env_restarts),
                 **describe_times(time.monotonic() - record.since, record.clock),
             }
             for index, (pid, state, record) in enumerate(
@@ -379,7 +383,8 @@ class Supervisor:
                     raise first[index]
                 n_attempts[index] += 1
             for index, why in failures.items():
-                logger.warning("%s %d is replaced: %r", self.noun, index, why)
+                step = f", {step}" if (step := find_step(why)) else ""
+                logger.warning("%s %d is replaced: %r%s", self.noun, index, why, step, exc_info=why)
             failures = self._replace(sorted(failures))
         self._failures = {}
 

@@ -172,6 +172,17 @@ class SlotTransport(Transport):
             block = self.blocks[worker]
             write_info(self.slots[place[1]], "agent_info", self.infos["agent_info"], slice(block.start, block.stop))
 
+    def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
+        """Records the episodes that ended; forgets unfinished ones of environments that have failed."""
+        super().add_episodes(orders, trajectories)
+        self.episodes.forget(self.failed_rows(orders))
+
+    def failed_rows(self, orders: Mapping[int, RolloutOrder]) -> np.ndarray:
+        """The global indexes of environments that have failed in these rollouts, int64."""
+        replies = {worker: order.request.value for worker, order in orders.items() if not order.is_lost}
+        rows = [self.blocks[worker].start + k for worker, reply in replies.items() for k in reply.cut or ()]
+        return np.array(rows, np.int64)
+
     def cut(self, worker: int, number: int) -> None:
         self._cuts[worker] = number
 

@@ -46,6 +46,7 @@ class WorkerRecord:
         stream: which seeds it uses: 0 at first, one more after each replacement and each restored state.
         n_restarts: how many workers were replaced in this place.
         n_lost: how many rollouts were lost with them.
+        env_restarts: how often each environment was made anew in rollouts that were handed out.
         orders: rollouts that were ordered and not handed out, the oldest first.
         n_ordered: how many rollouts were ordered in all.
         is_running: whether any environment still ran after the last rollout that was handed out.
@@ -57,6 +58,7 @@ class WorkerRecord:
     stream: int = 0
     n_restarts: int = 0
     n_lost: int = 0
+    env_restarts: list[int] = field(default_factory=list)
     orders: deque[RolloutOrder] = field(default_factory=deque)
     n_ordered: int = 0
     is_running: bool = True
@@ -71,6 +73,7 @@ class WorkerRecord:
             stream=state["stream"] + 1,
             n_restarts=state["restarts"],
             n_lost=state["lost_rollouts"],
+            env_restarts=list(state["env_restarts"]),
             n_ordered=n_ordered,
             since=time.monotonic() - state["seconds"],
             clock=Clock(*(state[name] for name in CLOCK_FIELDS)),
@@ -82,6 +85,7 @@ class WorkerRecord:
             "stream": self.stream,
             "restarts": self.n_restarts,
             "lost_rollouts": self.n_lost,
+            "env_restarts": list(self.env_restarts),
             "seconds": time.monotonic() - self.since,
             **vars(self.clock),
         }
@@ -102,8 +106,15 @@ class WorkerRecord:
         """Removes the oldest rollout, which is handed out."""
         order = self.orders.popleft()
         self.is_running = order.is_lost or order.request.value.running != []
+        if not order.is_lost:
+            self.add_env_restarts(order.request.value)
         if not order.is_lost and (self.first_number is None or order.number >= self.first_number):
             self.set_clock(order.request.value.clock)
+
+    def add_env_restarts(self, reply: Any) -> None:
+        """Counts the environments that were made anew before a reply."""
+        for k, n in (reply.env_restarts or {}).items():
+            self.env_restarts[k] += n
 
     def set_clock(self, clock: Any) -> None:
         """Stores the clock that came with a rollout, given by its fields."""

@@ -60,6 +60,7 @@ class RayBatcher(RL_Batcher):
             node that dies on the rest of the cluster. A rollout that was lost has lengths of 0.
         max_restarts: how many workers may be replaced in all; a node counts as all of its workers. Each node counts
             only its own.
+        on_env_failure, max_env_restarts: see `RL_Batcher`.
         run_ahead: see `RL_Batcher`; that many more rollouts are in the object store.
         n_nodes: how many actors share the processes, in contiguous blocks; if they do not divide evenly, the first ones
             have one more. None for one on each machine of the cluster that has `resources`, at most W.
@@ -84,7 +85,8 @@ class RayBatcher(RL_Batcher):
         seeds: int | Sequence[int] | None = None, agent_info: DictTensor | None = None,
         env_info: DictTensor | None = None, agent_seeds: Sequence[int] | None = None,
         device: torch.device | str = "cpu", *, start_method: str | None = None, timeout: float | None = None,
-        on_worker_failure: str = RAISE, max_restarts: int | None = None, run_ahead: int = 0,
+        on_worker_failure: str = RAISE, max_restarts: int | None = None, on_env_failure: str = RAISE,
+        max_env_restarts: int | None = None, run_ahead: int = 0,
         debug: bool | None = None, init_worker: Callable[[int], object] | None = None,
         n_nodes: int | None = None, resources: Mapping[str, float] | None = None, placement: Any = None,
         address: str | None = None,
@@ -97,7 +99,8 @@ class RayBatcher(RL_Batcher):
         super().__init__(
             n_timesteps, create_agent, agent_args, create_env, env_args, n_processes, seeds, agent_info, env_info,
             agent_seeds, device, start_method=start_method, timeout=timeout, on_worker_failure=on_worker_failure,
-            max_restarts=max_restarts, run_ahead=run_ahead, debug=debug, init_worker=init_worker,
+            max_restarts=max_restarts, on_env_failure=on_env_failure, max_env_restarts=max_env_restarts,
+            run_ahead=run_ahead, debug=debug, init_worker=init_worker,
         )  # fmt: skip
 
     @overload  # type: ignore[override]

@@ -60,7 +60,10 @@ class NodeSettings:
         """The settings of the node that has these workers."""
         agent_seeds = self.job.agent_seeds
         job = dataclasses.replace(
-            self.job, seeds=self.job.seeds[workers], agent_seeds=None if agent_seeds is None else agent_seeds[workers]
+            self.job,
+            seeds=self.job.seeds[workers],
+            agent_seeds=None if agent_seeds is None else agent_seeds[workers],
+            first_worker=workers.start,
         )
         n_processes, init_worker = workers.stop - workers.start, self.run.init_worker
         if init_worker is not None:
@@ -197,6 +200,7 @@ class NodeJob:
             rows, n_elems = engine.transport.running_rows(), engine.n_elems
             columns, gathered = columns_of(slots, rows, batch.n_timesteps), engine.supervisor.list_statistics(orders)
             n_running = engine.end_rollouts(orders, batch)
+            self._new_episodes |= set(cast(SlotTransport, engine.transport).failed_rows(orders).tolist())
             self._all_ended = not n_running
             running = None if n_running == n_elems else engine.transport.running_rows().tolist()
             ran = None if rows.size == n_elems else rows.tolist()

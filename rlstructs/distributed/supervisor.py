@@ -17,7 +17,7 @@ from rlstructs.rollout.progress import Clock
 from rlstructs.workers.futures import Future
 
 # The counters of failures in the state of a worker, and the fields of a new clock.
-RESTARTS, LOST = "restarts", "lost_rollouts"
+RESTARTS, LOST, ENV_RESTARTS = "restarts", "lost_rollouts", "env_restarts"
 NEW_CLOCK = dataclasses.asdict(Clock())
 
 
@@ -35,6 +35,9 @@ class NodeRecord(WorkerRecord):
 
     def set_clock(self, clock: Any) -> None:
         self.states = clock
+
+    def add_env_restarts(self, reply: Any) -> None:
+        """Does nothing: the node counts, in the states of its workers."""
 
     def begin_successor(self) -> None:
         super().begin_successor()
@@ -139,7 +142,7 @@ class NodeSupervisor(Supervisor):
                 "node": node.index,
                 "pid": pid,
                 "state": node.state,
-                **{name: state[name] for name in (RESTARTS, LOST)},
+                **{name: state[name] for name in (RESTARTS, LOST, ENV_RESTARTS)},
                 **describe_times(state["seconds"], Clock(*(state[name] for name in CLOCK_FIELDS))),
             }
             for node in self._nodes.nodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ OLD_STEP = 4
 OLD = "gym's old interface: wrap it, for example with shimmy's GymV21CompatibilityV0"
 # Begins the note that names an environment.
 ORIGIN = "raised by "
+# Of an exception: the step in which an environment has raised it.
+STEP_ATTRIBUTE = "rlstructs_step"
 #: Stands for the result of a step that has not returned yet.
 NO_RESULT = object()
 
@@ -32,11 +35,17 @@ def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> N
     """
     if not any(str(note).startswith(ORIGIN) for note in getattr(error, "__notes__", ())):
         which = "environments" if k is None else f"environment {k}"
-        add_note(error, f"{ORIGIN}{which} ({_env_name(env)}) in {call}")
+        add_note(error, f"{ORIGIN}{which} ({find_env_name(env)}) in {call}")
 
 
-def explain_step_error(error: Exception, result: Any, env: Any, k: int) -> None:
-    """Names the environment in an error of its step; raises a clearer one if the step returned something wrong.
+def explain_step_error(error: Exception, result: Any, env: Any, k: int, step: str) -> None:
+    """Names the environment and the step in an error of it; raises a clearer one if it returned something wrong.
+
+    Args:
+        error: what was raised.
+        result: what the step returned, or another step before it; `NO_RESULT` for nothing.
+        env, k: the environment and its number.
+        step: says which step it was.
 
     Raises:
         SpecError: the result is not what gymnasium's `step` returns.
@@ -45,6 +54,18 @@ def explain_step_error(error: Exception, result: Any, env: Any, k: int) -> None:
     if result is not NO_RESULT and trace is not None and trace.tb_next is None:  # not raised in the environment
         check_step(result, env, k)
     add_origin(error, "step", env, k)
+    add_step(error, step)
+
+
+def add_step(error: Exception, step: str) -> None:
+    """Adds to an error in which step it was raised, for the log; it stays in a copy in another process."""
+    with contextlib.suppress(Exception):  # a class with slots, or one that refuses attributes
+        setattr(error, STEP_ATTRIBUTE, step)
+
+
+def find_step(error: BaseException) -> str:
+    """The step that `add_step` has added to an error; empty without one."""
+    return str(getattr(error, STEP_ATTRIBUTE, ""))
 
 
 def read_reset(result: Any, env: Any, k: int | None = None) -> tuple[Any, Any]:
@@ -97,7 +118,7 @@ def _try_array(values: Any) -> np.ndarray:
         return np.asarray(None)
 
 
-def _env_name(env: Any) -> str:
+def find_env_name(env: Any) -> str:
     """The id under which an environment is registered, its name in PettingZoo, or the name of its class."""
     spec = getattr(env, "spec", None)
     found = getattr(spec, "id", None) or getattr(getattr(spec, "config", None), "task_id", None)
@@ -110,7 +131,7 @@ def _env_name(env: Any) -> str:
 
 
 def _describe_env(env: Any, k: int | None) -> str:
-    return f"environment ({_env_name(env)})" if k is None else f"environment {k} ({_env_name(env)})"
+    return f"environment ({find_env_name(env)})" if k is None else f"environment {k} ({find_env_name(env)})"
 
 
 def _list_names(names: Sequence[str]) -> str:

@@ -10,20 +10,20 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlstructs.checks import hint_wrapper, other_words
-from rlstructs.envs.array_values import as_numpy, copy_value, may_share_memory
+from rlstructs.checks import other_words
+from rlstructs.envs.array_values import copy_value, may_share_memory
+from rlstructs.envs.env_list import check_envs, check_new, find_observation_space
+from rlstructs.envs.env_lives import EnvLives, LivesRule, next_stream
 from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
 from rlstructs.envs.reset_options import split_options
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
 from rlstructs.envs.row_layout import FLAGS, RowLayout
-from rlstructs.envs.shared_vector.env_group import innermost
 from rlstructs.envs.single_env import Episode, SingleEnv
-from rlstructs.envs.space_tree import are_equal, copy_sample
-from rlstructs.envs.spaces import space_of_array
+from rlstructs.envs.space_tree import copy_sample, nest
+from rlstructs.envs.spaces import example_value
 from rlstructs.envs.vec_env import NO_INFO
-from rlstructs.errors import SpecError
-from rlstructs.seeding import PrivateStreams, environment_seeds
+from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
@@ -91,13 +91,15 @@ class GymEnv(RowDefaults):
         episode_seeds: bool = False,
         clip_actions: bool = False,
     ) -> None:
-        self._envs = _check_envs(envs)
+        self._envs = check_envs(envs)
         self._infos = InfoColumns(info_keys)
         self._seeds: list[int] | None = environment_seeds(seed, len(self._envs))
-        self.observation_space = _find_observation_space(self._envs[0], self._seeds[0])
+        self.observation_space = find_observation_space(self._envs[0], self._seeds[0])
         self.action_space = self._envs[0].action_space
-        # With `episode_seeds`: the seeds of the streams, and the running episodes.
-        self._stream_seeds = self._seeds if episode_seeds else None
+        # The seeds of the streams; those of environments that were made anew and not yet reset; and whether every reset
+        # gets one, with the running episodes.
+        self._stream_seeds, self._new_seeds = list(self._seeds), dict[int, int]()
+        self._has_episode_seeds = episode_seeds
         self._episodes: list[Episode | None] = [None] * len(self._envs)
         for env, value in zip(self._envs, self._seeds, strict=True):
             env.action_space.seed(value)
@@ -111,6 +113,8 @@ class GymEnv(RowDefaults):
         self._flagged_rows: list[int] = []
         # False until a step has shown that no two environments write observations into the same memory.
         self._have_own_memory = False
+        # How often each was made anew; and those that have failed and have not begun an episode since.
+        self._lives, self._failed = EnvLives(len(self._envs)), list[int]()
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -154,63 +158,104 @@ class GymEnv(RowDefaults):
         seeds, episodes = self._seeds, list(self._episodes)
         try:
             frames = [
-                self._copy(self._reset_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
+                self._copy(self._begin_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
             ]
         except BaseException:
             self._episodes = episodes  # a reset after an interrupted one needs the same seeds
             raise
         self._seeds = None
+        self._new_seeds, self._failed = {}, []
         self._set_running(np.arange(len(self._envs)))
         return self._fresh.fill(frames).take(np.arange(len(self._envs)))
 
-    def revive_rows(self) -> tuple[np.ndarray, Rows]:
-        """Starts an episode in every environment that has ended, so that all run; see `RowEnv.revive_rows`."""
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
+        """Starts an episode in environments that do not run; see `RowEnv.revive_rows`."""
         assert self._running is not None
-        which = np.setdiff1d(np.arange(len(self._envs)), self._running)
-        fresh = [self._copy(self._reset_one(k, None, row)) for row, k in enumerate(which.tolist())]
-        self._set_running(np.arange(len(self._envs)))
+        if which is None:
+            which = np.setdiff1d(np.arange(len(self._envs)), self._running)
+        fresh = [self._copy(self._begin_one(k, None, row)) for row, k in enumerate(which.tolist())]
+        for k in which.tolist():
+            self._new_seeds.pop(k, None)
+        self._failed = [k for k in self._failed if k not in which]
+        self._set_running(np.union1d(self._running, which))
         return which, self._fresh.fill(fresh, which).take(np.arange(which.size))
+
+    @property
+    def failed_rows(self) -> np.ndarray:
+        """See `RowEnv.failed_rows`."""
+        return np.array(sorted(self._failed), np.int64)
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """See `RowEnv.set_lives`."""
+        self._lives.set_rule(rule)
+
+    def take_restarts(self) -> dict[int, int]:
+        """See `RowEnv.take_restarts`."""
+        return self._lives.take_counts()
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Does what `step` does, and returns rows of its own that stay valid until the next step."""
         running = check_running(self._running)
         actions, action_columns = self._actions.read(action, running.size)
-        frames, rewards, ended, uncopied = [], [], [], []
-        fresh: list[Any] = []
-        have_own_memory, infos, stream_seeds = self._have_own_memory, self._infos or None, self._stream_seeds
-        row, result = 0, NO_RESULT
-        try:
-            for row, (env, env_action) in enumerate(zip(self._running_envs, actions, strict=True)):
-                result = env.step(env_action if stream_seeds is None else copy.deepcopy(env_action))
-                frame, reward, terminated, truncated, info = result
-                if stream_seeds is not None:
-                    self._log(int(running[row]), env_action, frame, reward)
-                if infos is not None:  # before a reset changes it
-                    infos.write(self._after.view, row, info, int(running[row]))
-                if not have_own_memory:  # another environment may write into the same array
-                    uncopied.append((frame, reward))
-                    frame, reward = self._copy(frame), copy_value(reward)
-                if terminated or truncated:
-                    ended.append((row, bool(terminated), bool(truncated)))
-                    frame, reward = self._copy(frame), copy_value(reward)  # before a reset writes into them
-                    if self._autoreset:
-                        fresh.append(self._copy(self._reset_one(int(running[row]), None, len(fresh))))
-                frames.append(frame)
-                rewards.append(reward)
-        except Exception as error:
-            explain_step_error(error, result, self._running_envs[row], int(running[row]))
-            raise
+        frames, rewards, ended, uncopied, fresh = [], [], [], [], list[Any]()
+        have_own_memory, infos, logs = self._have_own_memory, self._infos or None, self._has_episode_seeds
+        row, result, failed, unreset = 0, NO_RESULT, list[int](), list[int]()
+        self._lives.n_steps += 1
+        steps = enumerate(zip(self._running_envs, actions, strict=True))
+        while True:  # more than once only where an environment fails: the others are stepped all the same
+            try:
+                for row, (env, env_action) in steps:
+                    result = env.step(copy.deepcopy(env_action) if logs else env_action)
+                    frame, reward, terminated, truncated, info = result
+                    if logs:
+                        self._log(int(running[row]), env_action, frame, reward)
+                    if infos is not None:  # before a reset changes it
+                        infos.write(self._after.view, row, info, int(running[row]))
+                    if not have_own_memory:  # another environment may write into the same array
+                        uncopied.append((frame, reward))
+                        frame, reward = self._copy(frame), copy_value(reward)
+                    if terminated or truncated:
+                        ended.append((row, bool(terminated), bool(truncated)))
+                        frame, reward = self._copy(frame), copy_value(reward)  # before a reset writes into them
+                        if self._autoreset:
+                            fresh.append(self._copy(self._reset_one(int(running[row]), None, len(fresh))))
+                    frames.append(frame)
+                    rewards.append(reward)
+                break
+            except Exception as error:
+                in_reset = bool(ended) and ended[-1][0] == row
+                self._explain_and_replace(int(running[row]), error, result, in_reset)
+                (unreset if in_reset else failed).append(row)
+                frames.append(frame if in_reset else self._make_blank())
+                rewards.append(reward if in_reset else 0.0)
         after = self._write(frames, running, rewards, ended, action_columns)
         if not have_own_memory:
-            self._have_own_memory = self._find_own_memory(uncopied)
-        if not ended:
+            self._have_own_memory = not failed and self._find_own_memory(uncopied)
+        if not ended and not failed:
             return Step(after, NO_ROWS, None, None)
-        rows = np.array([row for row, _, _ in ended], np.int64)
-        if self._autoreset:
-            return Step(after, rows, self._fresh.fill(fresh, rows), None)
-        kept = np.delete(np.arange(running.size), rows)
-        self._set_running(running[kept])
-        return Step(after, NO_ROWS, None, kept)
+        return self._end_step(after, running, [row for row, _, _ in ended], fresh, failed, unreset)
+
+    def _end_step(
+        self, after: Rows, running: np.ndarray, ended: list[int], fresh: list[Any],
+        failed: list[int], unreset: list[int],
+    ) -> Step:  # fmt: skip
+        """Ends a step in which episodes ended or environments failed: keeps those that run, and fills the fresh rows.
+
+        Args:
+            after: the rows after it.
+            running: the environments that it has stepped.
+            ended: which rows are ends of episodes.
+            fresh: first observations of those that were reset.
+            failed: which rows are of environments that failed before the end of their step.
+            unreset: which of the ended ones failed in the reset that followed.
+        """
+        leaving = failed + (unreset if self._autoreset else ended)
+        kept = np.delete(np.arange(running.size), leaving) if leaving else None
+        if kept is not None:
+            self._set_running(running[kept])
+        rows = np.array([row for row in ended if row not in unreset] if self._autoreset else [], np.int64)
+        first = self._fresh.fill(fresh, rows) if rows.size else None
+        return Step(after, rows, first, kept, failed=np.array(failed, np.int64))
 
     def close(self) -> None:
         """Closes every environment, even if some raise; then raises the first error."""
@@ -234,11 +279,38 @@ class GymEnv(RowDefaults):
             may_share_memory(map(leaf.pick, frames)) for leaf in self._leaves.values()
         )
 
+    def _begin_one(self, k: int, seed: int | None, row: int) -> Any:
+        """Does what `_reset_one` does, with an environment that is made anew if it fails."""
+        while True:
+            try:
+                return self._reset_one(k, seed, row)
+            except Exception as error:
+                self._replace(k, error, in_reset=True)
+
+    def _explain_and_replace(self, k: int, error: Exception, result: Any, in_reset: bool) -> None:
+        """Makes environment k anew that has failed in a step, or in the reset after it; see `explain_step_error`."""
+        explain_step_error(error, result, self._envs[k], k, self._lives.name_step(k))
+        self._replace(k, error, in_reset)
+
+    def _replace(self, k: int, error: Exception, in_reset: bool) -> None:
+        """Makes environment k, which has raised this error, anew; raises an error if that is not wanted."""
+        env = self._lives.replace(k, self._envs[k], error, in_reset)
+        check_new(env, k, self._envs)
+        seed = next_stream(self._stream_seeds[k], self._lives.counts[k])
+        env.action_space.seed(seed)
+        self._envs[k], self._episodes[k], self._have_own_memory = env, None, False
+        self._stream_seeds[k] = self._new_seeds[k] = seed
+        self._failed.append(k)
+
+    def _make_blank(self) -> Any:
+        """An observation that stands for one that an environment has failed to give."""
+        return nest(self.observation_space, (example_value(leaf) for leaf in self._leaves.values()))
+
     def _reset_one(self, k: int, seed: int | None, row: int) -> Any:
         """Resets environment k, writes its info to a row of the fresh ones, and returns its observation."""
-        options = self._options[k]
+        options, seed = self._options[k], self._new_seeds.get(k, seed)
         episode = None
-        if self._stream_seeds is not None:
+        if self._has_episode_seeds:
             episode = Episode.after(self._episodes[k], self._stream_seeds[k], options)
             seed = episode.seed
         arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
@@ -250,6 +322,7 @@ class GymEnv(RowDefaults):
             add_origin(error, "reset", self._envs[k], k)
             raise
         observation, info = read_reset(result, self._envs[k], k)
+        self._lives.begin_episode(k)
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
         if episode is not None:
@@ -335,58 +408,3 @@ class GymEnvInf(GymEnv):
         if not isinstance(defer_resets, bool):
             raise TypeError(f"defer_resets must be a bool, got {defer_resets!r}")
         self._autoreset, self.defers_resets = not defer_resets, defer_resets
-
-
-def _check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
-    try:
-        envs = list(envs)
-    except TypeError as error:
-        raise TypeError(f"envs: needs a list of gymnasium environments, got {_suggest_list(envs)}") from error
-    if not envs:
-        raise SpecError("envs: needs at least one environment, got none")
-    taken: set[int] = set()
-    names = ["observation_space", "action_space"]
-    if all(getattr(env, names[0], None) is None for env in envs):
-        names.remove("observation_space")
-    for k, env in enumerate(envs):
-        if not isinstance(env, gymnasium.Env):
-            got = f"{type(env).__name__}, call it" if callable(env) else f"{type(env).__name__}{hint_wrapper(env)}"
-            raise TypeError(f"envs: number {k} must be a gymnasium.Env, got {got}")
-        if id(innermost(env)) in taken:
-            raise SpecError(f"envs: number {k} is given twice, each must be an environment of its own")
-        taken.add(id(innermost(env)))
-        for name in names:
-            if getattr(env, name, None) is None:
-                raise SpecError(f"envs: number {k} has no {name}, which says what keys, dtypes and shapes there are")
-            if not are_equal(getattr(env, name), getattr(envs[0], name)):
-                raise SpecError(
-                    f"envs: {name} of number {k} is {getattr(env, name)}, of number 0 {getattr(envs[0], name)}"
-                )
-    return envs
-
-
-def _find_observation_space(env: gymnasium.Env[Any, Any], seed: int) -> gymnasium.Space[Any]:
-    """The observation space of an environment; if it has none, that of the arrays which it shows.
-
-    Raises:
-        SpecError: it has none, and its first observation is no array.
-    """
-    if (own := getattr(env, "observation_space", None)) is not None:
-        return own
-    with PrivateStreams()():
-        observation, _ = read_reset(env.reset(seed=seed), env, 0)
-    if not hasattr(observation, "shape") or (space := space_of_array(as_numpy(observation))) is None:
-        raise SpecError(
-            "envs: number 0 has no observation_space, which says what keys, dtypes and shapes there are, and its first "
-            f"observation is no array of numbers, but {type(observation).__name__}"
-        )
-    return space
-
-
-def _suggest_list(envs: Any) -> str:
-    """Names what was given instead of a list, and what to do with it."""
-    if isinstance(envs, gymnasium.vector.VectorEnv):
-        return f"{type(envs).__name__}: give it to GymVectorEnv"
-    if callable(envs):
-        return f"{type(envs).__name__}: call it, once for each environment, [make() for _ in range(n)]"
-    return f"{type(envs).__name__}: put it into a list, [env]"

@@ -14,12 +14,15 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from rlstructs.checks import other_words
 from rlstructs.envs.action_arrays import Conversion, choose_conversion, keep_numpy
 from rlstructs.envs.array_values import as_numpy
+from rlstructs.envs.env_lives import LivesRule, RestartPolicy
 from rlstructs.envs.env_results import add_origin, check_step, read_reset
 from rlstructs.envs.final_observations import find_finals, has_finals, write_finals
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
-from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, step_pairs
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, refuse_lives, step_pairs
 from rlstructs.envs.row_layout import RowLayout
 from rlstructs.envs.shared_vector.arguments import check_autoreset_mode
+from rlstructs.envs.shared_vector.env_group import ENV_FAILURE
+from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
@@ -106,8 +109,9 @@ class GymVectorEnv(RowDefaults):
         self._last_actions = {key: leaf.key for key, leaf in layout.last_actions.items()}
         self._is_running = False
         self._convert: Conversion = keep_numpy  # until a reset shows the library of observations
-        # Environments whose next step only resets them.
-        self._ended = NO_ROWS
+        # Environments whose next step only resets them; and those that have failed and do not run.
+        self._ended, self._gone = NO_ROWS, NO_ROWS
+        self._n_restarts = np.zeros(self._n, np.int64)  # those that were told
         groups = _list_groups(envs, self._mode)
         self._groups = [GymVectorGroup(Group(envs, ids), keep_float64, info_keys, clip_actions) for ids in groups]
 
@@ -156,7 +160,7 @@ class GymVectorEnv(RowDefaults):
             raise SpecError(f"env_info: {self._name} takes no options for single environments")
         observations, infos = self._reset_all()
         for env in (self, *self._groups):
-            env._is_running, env._ended = True, NO_ROWS
+            env._is_running, env._ended, env._gone = True, NO_ROWS, NO_ROWS
         first = self._read_first(observations, infos, np.arange(self._n))
         self._convert = choose_conversion(leaf.pick(observations) for leaf in self._leaves.values())
         return first
@@ -166,11 +170,39 @@ class GymVectorEnv(RowDefaults):
         """See `RowEnv.may_idle`."""
         return bool(self._ended.size)
 
+    @property
+    def failed_rows(self) -> np.ndarray:
+        """See `RowEnv.failed_rows`."""
+        ends = np.cumsum([group._n for group in self._groups])
+        groups = (group._gone + end - group._n for group, end in zip(self._groups, ends, strict=True))
+        return np.concatenate([self._gone, *groups])  # of one or the other: a wrapper steps all together
+
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
+        """Starts an episode in all environments that have failed; see `RowEnv.revive_rows`."""
+        failed = self.failed_rows
+        for env in (self, *self._groups):
+            env._gone = NO_ROWS
+        return failed, self._reset_ended(failed)
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """See `RowEnv.set_lives`."""
+        if (shared := _find_shared(self._envs)) is not None:
+            shared.hold_failed(None if rule is None else RestartPolicy(True, rule.limit, rule.first))
+        elif rule is not None:
+            refuse_lives(self._envs)
+
+    def take_restarts(self) -> dict[int, int]:
+        """See `RowEnv.take_restarts`."""
+        if (shared := _find_shared(self._envs)) is None:
+            return {}
+        before, self._n_restarts = self._n_restarts, shared.env_restarts
+        return {k: n for k, n in enumerate((self._n_restarts - before).tolist()) if n}
+
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Does what `step` does, and returns rows that stay valid until the next step.
 
         Args:
-            action: E rows.
+            action: a row for each environment that runs: all that have not failed.
             target: the rows to write to; None for rows of its own.
         """
         actions, columns = self._read_actions(action)
@@ -193,10 +225,38 @@ class GymVectorEnv(RowDefaults):
         """Returns a batch of actions as the environment takes it, and as columns."""
         if not self._is_running:
             raise StateError("step: call reset first")
+        if self._gone.size:  # any action will do for those
+            action = action.index(torch.from_numpy(self._find_running()[1]))
         return self._actions.read_batch(action, self._n, self._convert)
 
     def _read_step(self, columns: Mapping[str, np.ndarray], result: Any, target: Target | None) -> Step:
         """Writes the result of a step, and the actions in `columns` that led to it, to rows."""
+        step, infos = self._read_all(columns, result, target), result[4]
+        may_leave = self._gone.size or (isinstance(infos, Mapping) and ENV_FAILURE in infos)
+        return self._leave_out(step, infos) if may_leave else step
+
+    def _leave_out(self, step: Step, infos: Mapping[str, Any]) -> Step:
+        """Leaves out of a step of all E environments those that have failed, now or before."""
+        failed = np.flatnonzero(infos.get(f"_{ENV_FAILURE}", np.zeros(self._n, bool)))
+        (running, place), out = self._find_running(), np.union1d(self._gone, failed)
+        self._gone, self._ended = out, np.setdiff1d(self._ended, out)
+        is_in = ~np.isin(step.reset, out)
+        return Step(
+            step.after if running.size == self._n else step.after.take(running),
+            place[step.reset[is_in]],
+            step.fresh.take(is_in) if step.fresh is not None and is_in.any() else None,
+            np.flatnonzero(~np.isin(running, failed)) if failed.size else None,
+            place[np.setdiff1d(step.idle, out)],
+            place[failed[~step.after["done"][failed].astype(bool)]],  # others have failed in the reset that followed
+        )
+
+    def _find_running(self) -> tuple[np.ndarray, np.ndarray]:
+        """The environments that have not failed, int64; and by environment its place among them, any for the others."""
+        is_running = ~np.isin(np.arange(self._n), self._gone)
+        return np.flatnonzero(is_running), np.maximum(is_running.cumsum() - 1, 0)
+
+    def _read_all(self, columns: Mapping[str, np.ndarray], result: Any, target: Target | None) -> Step:
+        """Does what `_read_step` does, with rows for all E environments."""
         try:
             observations, rewards, terminated, truncated, infos = result
         except (TypeError, ValueError):
@@ -351,9 +411,15 @@ class GymVectorGroup(GymVectorEnv):
         self._columns = {name: column.copy() for name, column in columns.items()}
         self._envs.step_async(actions)
 
-    def recv_rows(self, target: Target) -> Step:
+    def recv_rows(self, target: Target | None) -> Step:
         """See `SplitEnv.recv_rows`."""
         return self._read_step(self._columns, self._envs.step_wait(), target)
+
+
+def _find_shared(envs: Any) -> SharedVectorEnv | None:
+    """The `SharedVectorEnv` that this is, or that lies in wrappers; None if there is none."""
+    inner = getattr(envs, "unwrapped", envs)
+    return inner if isinstance(inner, SharedVectorEnv) else None
 
 
 def _list_groups(envs: Any, mode: AutoresetMode) -> Sequence[np.ndarray]:

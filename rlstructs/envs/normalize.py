@@ -107,16 +107,18 @@ class NormalizeObservation(NormalizingEnv):
         is_first = None if fresh is None else after["done"][step.reset].astype(bool)
         for key, scale in self._columns:
             values = after[key]
-            scale.add(self._drop_absent(values))
+            scale.add(self._drop_absent(values, step.failed))
             if fresh is not None:
                 scale.add(fresh[key][is_first])
                 scale.apply(fresh[key])
             scale.apply(values)
         return step
 
-    def _drop_absent(self, values: np.ndarray) -> np.ndarray:
-        """Drops the rows of absent environments from values."""
+    def _drop_absent(self, values: np.ndarray, failed: np.ndarray = NO_ROWS) -> np.ndarray:
+        """Drops the rows of absent environments, and of those that have failed, from values."""
         absent = self._env.absent_rows
+        if failed.size:
+            absent = np.union1d(absent, failed)
         return np.delete(values, absent, axis=0) if absent.size else values
 
     def _arrays(self, rows: Rows) -> Columns:
@@ -182,17 +184,18 @@ class NormalizeReward(NormalizingEnv):
         return self._normalize_restarted(rows, NO_ROWS)
 
     def _normalize_restarted(self, rows: Rows, still_running: np.ndarray) -> Rows:
-        kept, self._returns = self._returns[: still_running.size], np.zeros(self.n_envs())
-        self._returns[still_running] = kept
+        returns = np.zeros(self.n_envs())
+        returns[still_running] = self._returns[: still_running.size]
+        self._returns = returns[self._running]
         return self._normalize_rows(rows, _record(rows))
 
     def _normalize_step(self, step: Step) -> Step:
         record = _record(step.after)
         self._returns *= self._gamma
         self._returns += record["reward"]
-        if step.idle.size:
+        if step.idle.size or step.failed.size:
             self._returns[step.idle] = 0
-            self._scale.add(np.delete(self._returns, step.idle))
+            self._scale.add(np.delete(self._returns, np.union1d(step.idle, step.failed)))
         else:
             self._scale.add(self._returns)
         done = record["done"]
@@ -201,7 +204,7 @@ class NormalizeReward(NormalizingEnv):
         if step.kept is not None:
             self._returns = self._returns[step.kept]
         fresh = None if step.fresh is None else self._normalize_rows(step.fresh, _record(step.fresh))
-        return Step(self._normalize_rows(step.after, record), step.reset, fresh, step.kept, step.idle)
+        return step._replace(after=self._normalize_rows(step.after, record), fresh=fresh)
 
     def _normalize_rows(self, rows: Rows, record: np.ndarray) -> Rows:
         extended, own = self._extend(rows, record)

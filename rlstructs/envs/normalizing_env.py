@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.envs.env_lives import LivesRule
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import RowDefaults, SharedStatistics, Step, load_statistics, step_pairs, take_statistics
 from rlstructs.envs.scale import Scale
@@ -92,11 +93,24 @@ class NormalizingEnv(RowDefaults):
         self._running = np.arange(self.n_envs())
         return self._normalize_first(rows)
 
-    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
         """See `RowEnv.revive_rows`."""
-        which, rows = self._env.revive_rows()
-        still_running, self._running = self._running, np.arange(self.n_envs())
+        which, rows = self._env.revive_rows(which)
+        still_running, self._running = self._running, np.union1d(self._running, which)
         return which, self._normalize_restarted(rows, still_running)
+
+    @property
+    def failed_rows(self) -> np.ndarray:
+        """See `RowEnv.failed_rows`."""
+        return self._env.failed_rows
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """See `RowEnv.set_lives`."""
+        self._env.set_lives(rule)
+
+    def take_restarts(self) -> dict[int, int]:
+        """See `RowEnv.take_restarts`."""
+        return self._env.take_restarts()
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Does what `step` does, and returns rows that stay valid until the next step; `target` is not used."""

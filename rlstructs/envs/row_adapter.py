@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import torch
 
-from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistics, Step
+from rlstructs.envs.env_lives import LivesRule
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistics, Step, refuse_lives
 from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
@@ -101,6 +102,11 @@ class RowAdapter(RowDefaults):
     def single_envs(self) -> Sequence[SingleEnv]:
         """Those of the environment, or of what it wraps if it forwards the method; otherwise the environment itself."""
         return self._env.single_envs() if hasattr(self._env, "single_envs") else (SingleEnv(self._env),)
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """See `RowEnv.set_lives`."""
+        if rule is not None:
+            refuse_lives(self._env)
 
     @property
     def action_space(self) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from rlstructs.envs.env_lives import LivesRule
 from rlstructs.envs.single_env import SingleEnv
-from rlstructs.errors import StateError
+from rlstructs.errors import SpecError, StateError
 from rlstructs.moments import Moments
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
@@ -27,6 +28,8 @@ class Step(NamedTuple):
         kept: int64, which of the E' environments still run; None for all.
         idle: int64, which of the E' environments only started an episode, or wait for one, so that their step is no
             transition.
+        failed: int64, which of the E' environments have failed in the step, so that it is no transition; none of them
+            is among `kept`.
     """
 
     after: Rows
@@ -34,6 +37,7 @@ class Step(NamedTuple):
     fresh: Rows | None
     kept: np.ndarray | None
     idle: np.ndarray = NO_ROWS
+    failed: np.ndarray = NO_ROWS
 
 
 class SharedStatistics(Protocol):
@@ -98,13 +102,33 @@ class RowEnv(Protocol):
         """Whether environments that end are reset only when the next rollout begins."""
         ...
 
-    def revive_rows(self) -> tuple[np.ndarray, Rows]:
-        """Starts an episode in every environment that has ended, so that all run; needs `defers_resets`.
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
+        """Starts an episode in environments that do not run, so that they do.
+
+        Args:
+            which: those of `failed_rows`; or None for all that have ended, which needs `defers_resets`.
 
         Returns:
             Indexes of the environments that were reset, int64 (R,), ascending, and their first observations as rows
             that nobody else uses.
         """
+        ...
+
+    @property
+    def failed_rows(self) -> np.ndarray:
+        """Which environments have failed, int64, ascending; they are made anew, and do not run until `revive_rows`."""
+        ...
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """Has environments that fail made anew by a rule; None to have errors raised.
+
+        Raises:
+            SpecError: it cannot tell which of its environments has failed, or cannot make one of them anew.
+        """
+        ...
+
+    def take_restarts(self) -> dict[int, int]:
+        """How often environments were made anew since the last call, by index, without those that were not."""
         ...
 
     def example(self) -> Rows | None:
@@ -134,8 +158,8 @@ class SplitEnv(RowEnv, Protocol):
         """Starts a step of the group, without waiting for it."""
         ...
 
-    def recv_rows(self, target: Target) -> Step:
-        """Waits for the step and writes its rows to the target."""
+    def recv_rows(self, target: Target | None) -> Step:
+        """Waits for the step, and writes its rows to the target; to rows of the group's own if there is none."""
         ...
 
 
@@ -162,9 +186,23 @@ class RowDefaults:
         """See `RowEnv.defers_resets`."""
         return False
 
-    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
         """See `RowEnv.revive_rows`."""
         raise StateError(f"{type(self).__name__} defers no resets")
+
+    @property
+    def failed_rows(self) -> np.ndarray:
+        """See `RowEnv.failed_rows`."""
+        return NO_ROWS
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """See `RowEnv.set_lives`."""
+        if rule is not None:
+            refuse_lives(self)
+
+    def take_restarts(self) -> dict[int, int]:
+        """See `RowEnv.take_restarts`."""
+        return {}
 
     def example(self) -> Rows | None:
         """See `RowEnv.example`."""
@@ -181,6 +219,15 @@ class RowDefaults:
     def single_envs(self) -> Sequence[SingleEnv]:
         """See `RowEnv.single_envs`."""
         return (SingleEnv(self),)
+
+
+def refuse_lives(env: Any) -> None:
+    """Raises SpecError, because environments of this object cannot be made anew one by one."""
+    raise SpecError(
+        f'on_env_failure="restart": a {type(env).__name__} does not tell which of its environments has failed; needed '
+        "is a GymEnv, a GymEnvInf or a GymVectorEnv of a SharedVectorEnv, maybe in NormalizeObservation or "
+        'NormalizeReward; on_worker_failure="restart" replaces all environments of a worker'
+    )
 
 
 Pair = tuple[DictTensor, torch.Tensor]

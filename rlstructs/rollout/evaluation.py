@@ -113,6 +113,10 @@ class Evaluation:
         self._tracker.add(Trajectories.trusted(info, TemporalDictTensor.trusted(steps, torch.from_numpy(lengths))))
         self._episodes.append(self._tracker.take())
         self._ended += np.bincount(self._episodes[-1]["env_index"].numpy(), minlength=self._slots.n)
+        if (failed := self._env.failed_rows).size:
+            self._tracker.forget(failed)
+            with self._streams():
+                self._progress = self._progress.join(*self._env.revive_rows(failed))
 
     def _count_step(self) -> bool:
         """Counts a timestep; returns whether it is the last one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from rlstructs.agent import RL_Agent, evaluation_mode
 from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
+from rlstructs.envs.env_lives import RESTART, LivesRule
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import RowEnv, SplitEnv, load_statistics, take_statistics
 from rlstructs.envs.vec_env import VecEnv
@@ -25,8 +27,8 @@ from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, Progress, RolloutReply, begin_counts
-from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns, initial_state
-from rlstructs.seeding import PrivateStreams, seed_global_streams
+from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns
+from rlstructs.seeding import PrivateStreams, life_seed, seed_global_streams
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.packing import Rows
 from rlstructs.shared.slot_buffers import SlotBuffers
@@ -173,7 +175,7 @@ class RolloutJob:
         with FailureGuard(self):
             load_statistics(self.env, statistics)
             if self.env.defers_resets and self.running.size < slots.n:
-                self.progress = [self._revive_ended(self.progress[0], slots)]  # such environments have no groups
+                self.progress = [self.progress[0].join(*self.env.revive_rows())]  # such environments have no groups
             if not self.running.size:
                 slots.empty()  # of an earlier rollout
                 return self._reply([])
@@ -183,27 +185,25 @@ class RolloutJob:
             self.next_steps += slots.lengths
             if self._feed is not None:
                 self._feed.write(slots, number, self._inbox.version)
+            cut, running = self._revive_failed(), self.running
             self.clock.busy += perf_counter() - began
-            running = self.running
-            return self._reply(None if running.size == slots.n or self.env.defers_resets else running.tolist())
+            return self._reply(None if running.size == slots.n or self.env.defers_resets else running.tolist(), cut)
 
-    def _reply(self, running: list[int] | None) -> RolloutReply:
-        return RolloutReply(running, self.clock.fields(), self._inbox.version, take_statistics(self.env))
+    def _reply(self, running: list[int] | None, cut: list[int] | None = None) -> RolloutReply:
+        now = self.clock.fields(), self._inbox.version, take_statistics(self.env)
+        return RolloutReply(running, *now, cut, self.env.take_restarts() or None)
 
-    @torch.no_grad()
-    def _revive_ended(self, progress: Progress, slots: Slots) -> Progress:
-        """Starts episodes in environments whose reset was deferred; returns the progress of all environments."""
-        which, first = self.env.revive_rows()
-        place = np.argsort(np.concatenate([progress.running, which]))
-        assert progress.state is not None
-        agent_info = slots.info("agent_info/")
-        info = agent_info if agent_info.empty() else agent_info.index(which)
-        with evaluation_mode(self.agent):
-            state = initial_state(self.agent, info, which.size)
-        slots.check_state(state, which.size)
-        if not state.empty():
-            state = DictTensor.cat([progress.state, state.to(self.settings.device or "cpu")]).index(place)
-        return Progress(progress.observation.join(first).take(place), np.arange(place.size), state)
+    def _revive_failed(self) -> list[int] | None:
+        """Starts episodes in environments that have failed in the rollout; returns which these are, None for none."""
+        failed = self.env.failed_rows
+        if not failed.size:
+            return None
+        which, first = self.env.revive_rows(failed)
+        for at, rows in enumerate(self._group_rows()):
+            own = np.flatnonzero((which >= rows.start) & (which < rows.stop))
+            self.progress[at] = self.progress[at].join(which[own] - rows.start, first.take(own))
+        self.next_steps[which] += 1  # as in `begin_episodes`
+        return list(map(int, which))
 
     def _acquire(self, number: int, slots: Slots) -> None:
         """Runs a rollout, in turns if there are groups."""
@@ -245,6 +245,7 @@ class RolloutJob:
 
     def set_env(self, env: RowEnv) -> None:
         """Uses other environments from now on."""
+        self._set_lives(env, self.settings.seeds[self.index])
         self.env, self.methods = env, None
         self._attach_groups()
 
@@ -333,10 +334,33 @@ class RolloutJob:
                 self.env.close()
 
     def make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> RowEnv:
-        settings = self.settings
+        """Makes environments with this seed, and has them handle failures as the settings say."""
+        env = self._make_all(seed, env_args)
+        try:
+            self._set_lives(env, seed)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                env.close()
+            raise
+        return env
+
+    def _set_lives(self, env: RowEnv, seed: int) -> None:
+        settings, first = self.settings, (self.settings.first_worker + self.index) * env.n_envs()
+        rule = LivesRule(partial(self._make_one, first), settings.max_env_restarts, first, seed)
+        env.set_lives(rule if settings.on_env_failure == RESTART else None)
+
+    def _make_one(self, first: int, k: int, number: int, seed: int) -> Any:
+        """Makes environment k anew, for the given time; `first` is the index of environment 0 among all."""
+        from rlstructs.rollout.makers import make_one  # imports gymnasium
+
+        seed = life_seed(seed, first + k, number)
+        make_all = partial(self._make_all, seed, copy_arguments(self.settings.env_args))
+        return make_one(self.settings.create_env, make_all, seed, k)
+
+    def _make_all(self, seed: int, env_args: dict[str, Any] | None) -> RowEnv:
         # The worker's seed replaces a seed among the arguments, as in rlstructures.
-        arguments = {**(settings.env_args if env_args is None else env_args), "seed": seed}
-        env: VecEnv = call_factory("create_env: is called with env_args and seed=", settings.create_env, arguments)
+        arguments = {**(self.settings.env_args if env_args is None else env_args), "seed": seed}
+        env: VecEnv = call_factory("create_env: is called with env_args and seed=", self.settings.create_env, arguments)
         check_methods("create_env must return a VecEnv", env, "n_envs", "reset", "step", "close")
         n = env.n_envs()
         if not isinstance(n, (int, np.integer)) or n < 1:

@@ -10,6 +10,7 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.copying import copy_arguments
+from rlstructs.envs.env_lives import RAISE
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.seeding import next_seed
 from rlstructs.structures.dict_tensor import DictTensor
@@ -28,6 +29,9 @@ class JobSettings:
     agent_info: DictTensor
     env_info: DictTensor
     device: torch.device | None
+    on_env_failure: str = RAISE
+    max_env_restarts: int | None = None
+    first_worker: int = 0  # the index of the first of these workers among all
 
     def with_new_streams(self, worker: int, restart_number: int) -> JobSettings:
         """The settings with new seeds for one worker, whose streams start anew for the `restart_number`-th time."""

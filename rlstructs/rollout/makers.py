@@ -13,8 +13,10 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import PETTINGZOO_HINT, call_factory
 from rlstructs.copying import copy_arguments
+from rlstructs.envs.env_lives import close_in_time
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.envs.gym_vector import GymVectorEnv
+from rlstructs.envs.row_env import RowEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.module_agent import ModuleAgent
@@ -49,6 +51,8 @@ class Makers:
         self._make, self._agent, self._n_envs, self._device, self._kind = env, agent, n_envs, device, kind
         self._clips = clip_actions
         self._spaces: dict[str, Any] = {}
+        #: Whether the function makes single environments; known once it was called.
+        self.makes_single = False
 
     def create_env(self, seed: int) -> VecEnv:
         """Makes the environments.
@@ -57,14 +61,12 @@ class Makers:
             TypeError: the function does not make environments.
             SpecError: it makes another number of them.
         """
-        offered = {"n_envs": self._n_envs, "num_envs": self._n_envs, "seed": seed}
-        arguments = select_arguments(self._make, offered, only_named=True)  # `gymnasium.make` has `**kwargs`
-        first = call_factory("env is called", self._make, arguments)
+        first = call_factory("env is called", self._make, self._select_arguments(seed))
         if hasattr(first, "possible_agents") or hasattr(first, "max_num_agents"):
             raise TypeError(f"env: it made a {type(first).__name__}{PETTINGZOO_HINT}")
-        if isinstance(first, gymnasium.Env):
-            rest = _without_check(self._make)
-            envs = [first, *(rest(**arguments) for _ in range(self._n_envs - 1))]
+        self.makes_single = isinstance(first, gymnasium.Env)
+        if self.makes_single:
+            envs = [first, *(self.make_single(seed) for _ in range(self._n_envs - 1))]
             made: Any = self._kind(envs, seed, clip_actions=self._clips)
         elif isinstance(first, gymnasium.vector.VectorEnv):
             made = GymVectorEnv(first, seed, clip_actions=self._clips)
@@ -79,6 +81,14 @@ class Makers:
             raise SpecError(f"env: it made {n_envs} environments for a worker that needs {self._n_envs}{slots}")
         self._spaces = {name: getattr(made, name, None) for name in ("observation_space", "action_space")}
         return made  # type: ignore[no-any-return]
+
+    def make_single(self, seed: int) -> Any:
+        """Makes one more environment, where the function makes single ones."""
+        return _without_check(self._make)(**self._select_arguments(seed))
+
+    def _select_arguments(self, seed: int) -> dict[str, Any]:
+        offered = {"n_envs": self._n_envs, "num_envs": self._n_envs, "seed": seed}
+        return select_arguments(self._make, offered, only_named=True)  # `gymnasium.make` has `**kwargs`
 
     def create_agent(self) -> RL_Agent:
         """Makes the agent; `create_env` has to be called first.
@@ -105,6 +115,25 @@ class Makers:
         if space is None:
             raise SpecError("agent: the environments have no action_space: give an RL_Agent")
         return space
+
+
+def make_one(create_env: Callable[..., VecEnv], make_all: Callable[[], RowEnv], seed: int, k: int) -> Any:
+    """Makes one environment of a worker.
+
+    Args:
+        create_env: of the worker; `Makers.create_env` may be able to make one alone.
+        make_all: makes all of them with the same seed, and is called otherwise; the others are closed.
+        seed: of the environment.
+        k: its index in the worker.
+    """
+    makers = getattr(create_env, "__self__", None)
+    if isinstance(makers, Makers) and makers.makes_single:
+        return makers.make_single(seed)
+    singles = make_all().single_envs()
+    for other, single in enumerate(singles):
+        if other != k:
+            close_in_time(single.env, other)
+    return singles[k].env
 
 
 def _without_check(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from rlstructs.envs.row_env import NO_ROWS
 from rlstructs.moments import Moments
 from rlstructs.shared.packing import Rows
 from rlstructs.structures.dict_tensor import DictTensor
@@ -41,12 +42,16 @@ class RolloutReply(NamedTuple):
         clock: the fields of its `Clock`.
         version: number of updates that the agent had received.
         statistics: the moments that environments gathered since the previous rollout, by name.
+        cut: the environments whose rollout ended because they failed, counted from the worker's first.
+        env_restarts: how often environments were made anew since the previous rollout, by the same index.
     """
 
     running: list[int] | None
     clock: tuple[int, float, float, float]
     version: int
     statistics: dict[str, Moments]
+    cut: list[int] | None = None
+    env_restarts: dict[int, int] | None = None
 
 
 def begin_counts(n: int) -> np.ndarray:
@@ -66,8 +71,30 @@ class Progress:
         observation: what the agent sees next, a row for each environment that runs.
         running: int64, the environments that run; 0..E-1 if all do.
         state: state of the agent; None before its first step after a reset.
+        begins: int64, which of these rows begin with the agent's initial state, whatever `state` has there.
     """
 
     observation: Rows
     running: np.ndarray
     state: DictTensor | None = None
+    begins: np.ndarray = field(default_factory=lambda: NO_ROWS)
+
+    def join(self, which: np.ndarray, first: Rows) -> Progress:
+        """Adds environments in which episodes begin.
+
+        Args:
+            which: int64, those environments, which do not run yet.
+            first: their first observations.
+
+        Returns:
+            Where all are now; the agent begins the new episodes with its initial state.
+        """
+        running = np.concatenate([self.running, which])
+        place, state = np.argsort(running), self.state
+        assert state is not None
+        if not state.empty():
+            none = {key: tensor.new_zeros(which.size, *tensor.shape[1:]) for key, tensor in state.items()}
+            state = DictTensor.cat([state, DictTensor.trusted(none)]).index(place)
+        begins = np.concatenate([self.begins, np.arange(self.running.size, running.size)])
+        observation = self.observation.join(first).take(place)
+        return Progress(observation, running[place], state, np.flatnonzero(np.isin(place, begins)))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.agent import RL_Agent, evaluation_mode, takes_views
-from rlstructs.envs.row_env import RowEnv, SplitEnv
+from rlstructs.envs.row_env import RowEnv, SplitEnv, Step
 from rlstructs.errors import SpecError
 from rlstructs.rollout.progress import Clock, Progress
 from rlstructs.shared.slots import Slots
@@ -143,7 +143,9 @@ class Rollout:
         rows, info, state, steps, observe = self._begin()
         (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
-        writes, skip_idle, read_history = group is not None or env.writes_rows, self._skip_idle, self._history_reader()
+        # Some environments alone do not write to the target.
+        writes = rows is None and (group is not None or env.writes_rows)
+        skip_idle, read_history = self._skip_idle, self._history_reader()
         for t in range(slots.layout.n_timesteps):
             if clock is not None:
                 began = perf_counter()
@@ -169,7 +171,7 @@ class Rollout:
                 state = state.clone() if has_state else state  # the agent may write into it meanwhile
                 yield
                 acted = perf_counter()
-                step = group.recv_rows(steps.target(t + 1))
+                step = group.recv_rows(steps.target(t + 1) if writes else None)
             else:
                 step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
             if clock is not None:
@@ -183,7 +185,8 @@ class Rollout:
                 ended = step.reset if rows is None else rows[step.reset]
                 slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
             if step.kept is not None:
-                rows, info, state = self._drop_stopped(t, rows, step.kept, info, state)
+                rows, info, state = self._drop_stopped(t, rows, step, info, state)
+                writes = False
             if (rows is not None and not rows.size) or (is_cut is not None and is_cut()):
                 break
         return self._finish(t, rows, state, steps)
@@ -201,12 +204,27 @@ class Rollout:
         if progress.state is None:  # the slots were laid out for another worker or an earlier environment
             slots.check_observation(progress.observation)
         info = self._agent_info if rows is None or self._agent_info.empty() else self._agent_info.index(rows)
-        state = initial_state(agent, info, n_running) if progress.state is None else progress.state
+        state = self._begin_state(info, n_running)
         self._needs_history, self._is_shown = agent.require_history(), takes_views(agent)
         is_viewed = self._is_shown or (device is not None and device.type != "cpu")
         steps = slots.begin(rows, state, is_read=self._needs_history)
         steps.write_observation(0, rows, progress.observation)
         return rows, info, state, steps, steps.view_observation if is_viewed else steps.copy_observation
+
+    def _begin_state(self, info: DictTensor, n: int) -> DictTensor:
+        """The state of the agent in the n rows that run: an initial one where episodes begin."""
+        agent, progress = self._acting_agent.agent, self._progress
+        if progress.state is None:
+            return initial_state(agent, info, n)
+        if not progress.begins.size:
+            return progress.state
+        begins = progress.begins
+        begun = initial_state(agent, info if info.empty() else info.index(begins), begins.size)
+        self._slots.check_state(begun, begins.size)
+        state = progress.state.clone()
+        for key, tensor in state.items():
+            put_rows(tensor, torch.from_numpy(begins).to(tensor.device), begun[key].to(tensor.device))
+        return state
 
     def _history_reader(self) -> Callable[[int, np.ndarray | None], TemporalDictTensor] | None:
         """The function that returns the agent's history; None if the agent needs none."""
@@ -244,11 +262,19 @@ class Rollout:
         return restored
 
     def _drop_stopped(
-        self, t: int, rows: np.ndarray | None, kept: np.ndarray, info: DictTensor, state: DictTensor
+        self, t: int, rows: np.ndarray | None, step: Step, info: DictTensor, state: DictTensor
     ) -> tuple[np.ndarray, DictTensor, DictTensor]:
-        """Keeps the rows that still run, with their `agent_info` and state; the slots of the others end at t."""
-        slots = self._slots
+        """Keeps the rows that still run, with their `agent_info` and state; the slots of the others end at t.
+
+        A step in which an environment has failed is none: its slot ends before it.
+        """
+        slots, kept = self._slots, step.kept
+        assert kept is not None
         slots.lengths[... if rows is None else rows] = t + 1
+        if step.failed.size:
+            slots.lengths[step.failed if rows is None else rows[step.failed]] = t
+            if self._acting_agent.clock is not None:
+                self._acting_agent.clock.steps -= step.failed.size
         slots.check_state(state, slots.n if rows is None else rows.size)
         rows = kept if rows is None else rows[kept]
         state = state if state.empty() else state.index(kept)

@@ -16,6 +16,8 @@ from rlstructs.workers.public_names import set_module
 # Indexes of the numbers in an observation.
 ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)
 N_FIELDS = 5
+# The generation is the restart number of the worker, and so much more for each time that the environment was made anew.
+LIFE = 4096
 N_ACTIONS = 5
 
 Numbers = TypeVar("Numbers", int, np.ndarray)
@@ -38,14 +40,15 @@ def checksum_of(env_index: Numbers, generation: Numbers, episode: Numbers, step:
 class FaultyEnv(gymnasium.Env):  # type: ignore[misc]
     """Counts its steps, and fails where its faults say so.
 
-    An observation is float32 (5,): `[index of the environment, generation of the worker, episode, step, checksum]`,
+    An observation is float32 (5,): `[index of the environment, generation, episode, step, checksum]`,
     where the checksum is `checksum_of` the others and the action. Step s of an episode gives reward s; the last step is
     `length`. From this `verify` and `Ledger` can tell whether a transition has really happened.
 
     Args:
         faults: what goes wrong.
         worker: index of the worker it runs in.
-        generation: restart number of that worker: how many were in its place before.
+        generation: restart number of that worker, how many were in its place before; and 4096 for each time that this
+            environment was made anew.
         env_index: its index among all environments.
         length: of each episode, in steps.
         truncates: whether episodes are truncated at their end, not terminated.
@@ -164,6 +167,7 @@ def create_faulty_envs(
         raised in worker 1 during 'rollout'
     """
     worker, generation = getattr(seed, "worker_index", 0), getattr(seed, "restart_number", 0)
+    generation += LIFE * getattr(seed, "life", 0)
     envs: list[gymnasium.Env] = []
     try:
         for k in range(n_envs):

@@ -11,9 +11,10 @@ import torch
 from rlstructs.structures.arrays import as_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.testing.faulty_env import AT, CHECKSUM, ENV_INDEX, EPISODE, GENERATION, N_FIELDS, checksum_of
+from rlstructs.testing.faulty_env import AT, CHECKSUM, ENV_INDEX, EPISODE, GENERATION, LIFE, N_FIELDS, checksum_of
 from rlstructs.workers.public_names import set_module
 
+Place = tuple[int, int, int, int]
 FIELDS = ("environment", "generation", "episode", "step")
 
 
@@ -107,7 +108,10 @@ def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[t
     # The first transition of a row has none before it.
     follows, begins = np.ones((2, *after.done.shape), bool)
     follows[:, 1:] = after.done[:, :-1] | (theirs[:, :-1] == mine[:, 1:]).all(axis=-1)
-    begins[:, 1:] = ~after.done[:, :-1] | (seen.starts[:, 1:] & (mine[:, 1:, EPISODE] == theirs[:, :-1, EPISODE] + 1))
+    is_next = mine[:, 1:, EPISODE] == theirs[:, :-1, EPISODE] + 1
+    # Of a new life, where an environment has failed in the reset that followed.
+    is_next |= (mine[:, 1:, GENERATION] >= theirs[:, :-1, GENERATION] + LIFE) & (mine[:, 1:, EPISODE] == 0)
+    begins[:, 1:] = ~after.done[:, :-1] | (seen.starts[:, 1:] & is_next)
     yield "the episode had ended before it, and another has to begin", ~begins
     yield "it is not what followed the transition before", ~follows
 
@@ -116,8 +120,8 @@ def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[t
 class Ledger:
     """Verifies batch after batch that no transition is handed out twice and none is left out.
 
-    Transitions may be missing only where a worker was replaced, because its successor begins anew, and where the
-    batcher was reset; call `Ledger.reset` then.
+    Transitions may be missing only where a worker was replaced, because its successor begins anew, where an
+    environment was made anew, and where the batcher was reset; call `Ledger.reset` then.
 
     Attributes:
         n_transitions: the number of transitions verified.
@@ -141,7 +145,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.n_transitions = 0
-        self._reached: dict[int, tuple[int, int, int]] = {}  # generation, episode and step of the next observation
+        # Of the next observation: restart number of the worker, lives of the environment before, episode and step.
+        self._reached: dict[int, Place] = {}
         self._n_resets = 0
         self._n_resets_known: dict[int, int] = {}
 
@@ -166,30 +171,30 @@ class Ledger:
         for row, length in enumerate(as_array(trajectories.lengths).tolist()):
             if length:
                 self._check(row, env_index[row], _place(seen[row, 0]))
-                generation, episode, step = _place(after[row, length - 1])
-                place = (generation, episode + 1, 0) if done[row, length - 1] else (generation, episode, step)
-                self._reached[env_index[row]] = place
+                restart, life, episode, step = _place(after[row, length - 1])
+                has_ended = bool(done[row, length - 1])
+                self._reached[env_index[row]] = restart, life, episode + has_ended, 0 if has_ended else step
                 self._n_resets_known[env_index[row]] = self._n_resets
                 self.n_transitions += length
 
-    def _check(self, row: int, env_index: int, first: tuple[int, int, int]) -> None:
+    def _check(self, row: int, env_index: int, first: Place) -> None:
         """Raises unless the next trajectory of this environment may begin at `first`."""
-        reached = self._reached.get(env_index, (0, 0, 0))
+        reached = self._reached.get(env_index, (0, 0, 0, 0))
         n_resets = self._n_resets - self._n_resets_known.get(env_index, 0)
         if first == reached:
             return
         message = (
-            f"trajectory {row}: environment {env_index} begins with generation, episode and step {first}, "
+            f"trajectory {row}: environment {env_index} begins with restart, life, episode and step {first}, "
             f"where {reached} comes next"
         )
         if first < reached:
             raise AssertionError(f"{message}: it was handed out before")
-        latest = n_resets + (reached[1] if first[0] == reached[0] else 0)
-        if first[2] or first[1] > latest:
+        latest = n_resets + (reached[2] if first[:2] == reached[:2] else 0)
+        if first[3] or first[2] > latest:
             raise AssertionError(f"{message}: some are missing")
 
 
-def _place(fields: np.ndarray) -> tuple[int, int, int]:
-    """Generation, episode and step of an observation."""
+def _place(fields: np.ndarray) -> Place:
+    """Restart number, life, episode and step of an observation."""
     generation, episode, step = (int(n) for n in fields[GENERATION : AT + 1])
-    return generation, episode, step
+    return generation % LIFE, generation // LIFE, episode, step

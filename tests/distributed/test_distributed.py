@@ -60,6 +60,7 @@ from rlstructs.cli.command import main
 from rlstructs.distributed.actor import ASIDE, BUILD, NodeActor
 from rlstructs.distributed.supervisor import NodeRecord
 from rlstructs.rollout.progress import RolloutReply
+from rlstructs.testing import Fault, FaultyEnv, Ledger, create_faulty_envs
 from rlstructs.workers import pickling
 from rlstructs.workers.futures import Future
 from rlstructs.workers.messages import Call
@@ -989,3 +990,28 @@ def test_environments_that_run_again_with_a_worker_that_a_node_replaced_are_in_t
     trajectories, n_running = found[1][0]
     assert trajectories.info["env_index"].tolist() == [1, 2, 3]
     assert trajectories.lengths.tolist() == [3, 1, 3] and n_running == 2
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_an_environment_that_fails_costs_its_own_row_alone(cluster, n_nodes):
+    faults = [Fault("raise", count=3, env_index=5, generations=[0]), Fault("raise", count=6, env_index=1)]
+
+    def story(make, **arguments):
+        with make(
+            4, lambda: RandomAgent(FaultyEnv.action_space), {}, create_faulty_envs,
+            {"n_envs": 3, "faults": faults, "length": 7}, 2, 0, on_env_failure="restart", **arguments,
+        ) as batcher:  # fmt: skip
+            batcher.reset()
+            ledger, seen = Ledger(), []
+            for _ in range(6):
+                batcher.execute()
+                trajectories, n_running = batcher.get()
+                ledger.add(trajectories)
+                seen += [trajectories.lengths.tolist(), n_running, trajectories.trajectories]
+            state = [worker["env_restarts"] for worker in batcher.state_dict()["workers"]]
+            return [*seen, batcher.episodes(), batcher.stats()["env_restarts"], state,
+                    {name: n for name, n in batcher.metrics().items() if "env_restarts" in name}]  # fmt: skip
+
+    here, there = story(RL_Batcher), story(RayBatcher, n_nodes=n_nodes)
+    assert here[0] == [4, 4, 4, 4, 4, 2] and here[-3] == [0, 3, 0, 0, 0, 1] and here[-2] == [[0, 3, 0], [0, 0, 1]]
+    assert all(mine == theirs for mine, theirs in zip(here, there, strict=True))

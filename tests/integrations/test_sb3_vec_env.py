@@ -19,6 +19,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize, VecVideoRecorder
 
 from rlstructs.integrations.sb3 import SharedVecEnv
+from rlstructs.testing import Fault, FaultyEnv
 from rlstructs.workers import WorkerCrashed
 
 pytestmark = pytest.mark.usefixtures("small_training")
@@ -147,3 +148,21 @@ def test_metadata_are_those_of_the_environment_also_for_a_video(tmp_path, n_work
         assert ours.metadata == theirs.metadata == Filmed.metadata and ours.render_mode == theirs.render_mode
         assert ours.get_attr("metadata") == theirs.get_attr("metadata")
         assert VecVideoRecorder(ours, str(tmp_path), lambda step: False).frames_per_sec == 17
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_an_environment_that_fails_is_truncated_and_made_anew(n_workers):
+    faults = [Fault("raise", count=3, env_index=1, error=KeyError("lost"))]
+    fns = [partial(FaultyEnv, faults, env_index=k, length=100) for k in range(3)]
+    with contextlib.closing(SharedVecEnv(fns, n_workers, on_env_failure="restart", max_env_restarts=1)) as envs:
+        envs.reset()
+        for _ in range(3):
+            seen, rewards, dones, infos = envs.step(np.zeros(3, int))
+        assert dones.tolist() == [False, True, False] and rewards.tolist() == [3, 0, 3]
+        assert infos[1]["TimeLimit.truncated"] and infos[1]["env_failure"] == "KeyError: 'lost'"
+        assert infos[1]["terminal_observation"][3] == 2 and seen[1, 3] == 0 and "env_failure" not in infos[0]
+        for _ in range(2):
+            seen, *_ = envs.step(np.zeros(3, int))
+        assert seen[:, 3].tolist() == [5, 2, 5]
+        with pytest.raises(KeyError, match="lost"):
+            envs.step(np.zeros(3, int))

@@ -22,6 +22,7 @@ from walks import BOX, SPACES, SeededWalks, Walks, assert_same
 
 from rlstructs.errors import ClosedError, SpecError, StateError
 from rlstructs.integrations.tianshou import WorkerVectorEnv
+from rlstructs.testing import Fault, FaultyEnv
 from rlstructs.workers import WorkerCrashed
 
 ACTIONS = {
@@ -156,3 +157,20 @@ def train(make_envs):
 def test_dqn_collects_the_same_rows_and_learns_the_same_weights_as_on_dummy_vector_env():
     wanted, found = train(DummyVectorEnv), train(partial(WorkerVectorEnv, n_workers=2))
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_an_environment_that_fails_is_truncated_and_made_anew_at_its_reset(n_workers):
+    faults = [Fault("raise", count=3, env_index=1, error=KeyError("lost"))]
+    fns = [partial(FaultyEnv, faults, env_index=k, length=100) for k in range(3)]
+    with contextlib.closing(WorkerVectorEnv(fns, n_workers, on_env_failure="restart")) as envs:
+        envs.reset()
+        for ids in (None, [0, 1], [1, 2]):
+            seen, rewards, terminated, truncated, infos = envs.step(np.zeros(3 if ids is None else 2, int), ids)
+        assert truncated.tolist() == [True, False] and rewards.tolist() == [0, 2] and not terminated.any()
+        assert infos[0]["env_failure"] == "KeyError: 'lost'" and "env_failure" not in infos[1]
+        assert seen[:, 3].tolist() == [2, 2]
+        with pytest.raises(StateError, match="have ended"):
+            envs.step(np.zeros(3, int))
+        assert envs.reset([1])[0][:, 3].tolist() == [0]
+        assert envs.step(np.zeros(3, int))[0][:, 3].tolist() == [3, 1, 3]

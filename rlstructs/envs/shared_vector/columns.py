@@ -3,6 +3,7 @@
     observations    (N, ...)   an array for each leaf of the space, unless it is a text, graph or the like
     rewards         (N,)       float64
     terminations, truncations  (N,) bool
+    at, restarts    (N,)       int64
     actions         (N, ...)   an array for each leaf of the space
 
 Shapes and dtypes are those of `gymnasium.vector.SyncVectorEnv`.
@@ -150,6 +151,7 @@ class Columns:
         actions: the actions of the next step.
         at: int64 (N,); the row of a group's first environment holds the index of the environment that the group is
             stepping, or -1.
+        restarts: int64 (N,), how often each environment was made anew.
     """
 
     def __init__(
@@ -169,7 +171,8 @@ class Columns:
         self.objects = Objects(observation_space, n_envs)
         # A space that is one array needs no nesting.
         self._single = self.observations[0].array if self.observations and not self._leaves[0].path else None
-        self.rewards, self.terminations, self.truncations, self.at = (next(arrays) for _ in range(4))
+        numbers = [next(arrays) for _ in range(5)]
+        self.rewards, self.terminations, self.truncations, self.at, self.restarts = numbers
         self.actions = Actions(action_space, n_envs, list(arrays))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -223,7 +226,8 @@ def _specs(
     for leaf in flatten_space(observation_space):
         if leaf.is_array:
             yield (n_envs, *leaf.shape), np.dtype(leaf.space.dtype)
-    for dtype in (np.float64, np.bool_, np.bool_, np.int64):  # rewards, terminations, truncations, at
+    # rewards, terminations, truncations, at, restarts
+    for dtype in (np.float64, np.bool_, np.bool_, np.int64, np.int64):
         yield (n_envs,), np.dtype(dtype)
     for leaf in flatten_space(action_space):
         yield (n_envs * int(np.prod(leaf.shape)) * WIDEST,), np.dtype(np.uint8)

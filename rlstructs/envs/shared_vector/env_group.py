@@ -8,49 +8,31 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.checks import PETTINGZOO_HINT
-from rlstructs.envs.env_results import check_step, read_reset
+from rlstructs.envs.env_lives import EnvLives, LivesRule, RestartPolicy, close_in_time, next_stream
+from rlstructs.envs.env_results import add_step, check_step, read_reset
 from rlstructs.envs.shared_vector.columns import Columns
+from rlstructs.envs.shared_vector.description import Description, check_spaces, copy_if_taken, innermost
 from rlstructs.envs.shared_vector.step_results import Outcome
-from rlstructs.envs.space_tree import are_equal, copy_sample
+from rlstructs.envs.space_tree import copy_sample, flatten_space, nest
 from rlstructs.errors import SpecError
 from rlstructs.workers import failures
 
-
-class OtherSpacesError(SpecError, RuntimeError):
-    """Environments have different spaces; gymnasium raises a RuntimeError then."""
-
-
-class Description(NamedTuple):
-    """Attributes of the first environment; `bounds_differ` allows the others other bounds of observations."""
-
-    observation_space: gymnasium.Space[Any]
-    action_space: gymnasium.Space[Any]
-    metadata: dict[str, Any]
-    render_mode: str | None
-    bounds_differ: bool = False
-
-    def check(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
-        """Raises OtherSpacesError if the spaces of environment k are not these."""
-        found, wanted = env.observation_space, self.observation_space
-        if not are_equal(found, wanted) and not (self.bounds_differ and is_space_dtype_shape_equiv(found, wanted)):
-            rule = "shapes and dtypes must be equal" if self.bounds_differ else 'observation_mode="same"'
-            raise OtherSpacesError(f"env_fns: observation_space of environment {k} is {found}, not {wanted} ({rule})")
-        if not are_equal(env.action_space, self.action_space):
-            raise OtherSpacesError(
-                f"env_fns: action_space of environment {k} is {env.action_space}, not {self.action_space}"
-            )
-
-
 # Attributes of a group that are views of its columns.
-VIEWS = ("_objects", "_observations", "_rewards", "_terminations", "_truncations", "_at")
+VIEWS = ("_objects", "_observations", "_rewards", "_terminations", "_truncations", "_at", "_restarts")
+# The key of infos of environments that have failed and were made anew; its value says what they raised.
+ENV_FAILURE = "env_failure"
+#: In the place of an observation: the one before it stays.
+KEPT = object()
+
+
+# What the next step of an environment does: a step, a reset, or, until it is reset, nothing.
+STEP, RESET, HELD = range(3)
 
 
 class EnvGroup:
@@ -78,17 +60,23 @@ class EnvGroup:
     ) -> None:
         self._first, self._copy_argument = first, copy_argument
         self._envs: list[Any] = []
+        self._env_fns, self._others = list(env_fns), others
         taken = {id(innermost(env)) for group in others for env in group._envs}
-        for k, env_fn in enumerate(env_fns):
+        for k, env_fn in enumerate(self._env_fns):
             try:
-                self._envs.append(_copy_if_taken(env_fn(), taken))
-                _check_spaces(self._envs[k])
+                self._envs.append(copy_if_taken(env_fn(), taken))
+                check_spaces(self._envs[k])
             except Exception as error:
                 self._add_origin(error, k)
                 with contextlib.suppress(Exception):
                     self.close()
                 raise
         self.rows = slice(first, first + len(self._envs))
+        n = len(self._envs)
+        self._lives, self._policy = EnvLives(n), RestartPolicy()
+        # The last seed of a reset; and the seed of the next one, where an environment was made anew.
+        self._seeds: list[int | None] = [None] * n
+        self._new_seeds: dict[int, int] = {}
 
     def describe(self) -> Description:
         """Describes the first environment."""
@@ -114,10 +102,11 @@ class EnvGroup:
             described.check(self._first + k, env)
         spaces = described.observation_space, described.action_space
         self._columns, self._mode = Columns(*spaces, n_envs, buffer), mode
-        self._space = described.observation_space
+        self._space, self._described = described.observation_space, described
         self._find_rows()
         self.mark_idle()
-        self._needs_reset = [False] * len(self._envs)
+        self._next = [STEP] * len(self._envs)
+        self._picked: dict[int, list[Any]] = {}  # the last values of `_objects`
         # False until a step has shown that no two environments write observations into the same memory.
         self._have_own_memory = False
         return self._columns
@@ -128,7 +117,7 @@ class EnvGroup:
         self._observations = [column.select(mine) for column in columns.observations]
         self._rewards = columns.rewards[mine]
         self._terminations, self._truncations = columns.terminations[mine], columns.truncations[mine]
-        self._at = columns.at[mine.start : mine.start + 1]
+        self._at, self._restarts = columns.at[mine.start : mine.start + 1], columns.restarts[mine]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in VIEWS}
@@ -136,6 +125,13 @@ class EnvGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._find_rows()
+        self.set_policy(self._policy)
+
+    def set_policy(self, policy: RestartPolicy) -> None:
+        """Sets what happens to environments that fail."""
+        self._policy = policy
+        rule = LivesRule(self._make_anew, policy.limit, policy.first + self._first)
+        self._lives.set_rule(rule if policy.is_on else None)
 
     def mark_idle(self) -> None:
         """Notes that no environment of the group is busy."""
@@ -155,13 +151,10 @@ class EnvGroup:
         for k, is_reset in enumerate([True] * len(self._envs) if mask is None else mask.tolist()):
             if not is_reset:
                 continue
-            env = self._envs[k]
             self._at[0] = self._first + k
             try:
-                own_options = None if options[k] is None else copy.deepcopy(options[k])
-                result = env.reset(seed=seeds[k], options=own_options)
-                observation, info = read_reset(result, env, self._first + k)
-                self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
+                observation, info = self._begin_episode(k, seed=seeds[k], options=options[k])
+                self._terminations[k] = self._truncations[k] = False
                 self._write_one(k, observation, outcome)
             except Exception as error:
                 self._add_origin(error, k)
@@ -171,24 +164,33 @@ class EnvGroup:
 
     def step(self, actions: Iterable[Any]) -> Outcome:
         """Steps all environments."""
-        outcome, observations, k = Outcome([], []), [], 0
-        write_each = not self._have_own_memory
-        try:
-            for k, action in enumerate(actions):
-                observations.append(self._step_env(k, action, outcome))
+        outcome, observations, write_each = Outcome([], []), list[Any](), not self._have_own_memory
+        self._lives.n_steps += 1
+        pending = enumerate(actions)
+        while True:  # more than once only where an environment fails: the others are stepped all the same
+            try:
+                for k, action in pending:
+                    observations.append(self._step_env(k, action, outcome))
+                    if write_each:
+                        self._write_one(k, observations[k], outcome)
+                break
+            except Exception as error:
+                if len(observations) > k:  # an observation that cannot be written
+                    self._add_origin(error, k)
+                    raise
+                observations.append(self._end_life(k, error, outcome))
                 if write_each:
                     self._write_one(k, observations[k], outcome)
-        except Exception as error:
-            self._add_origin(error, k)
-            raise
-        if write_each:
-            self._have_own_memory = not any(column.may_share_memory(observations) for column in self._observations)
+        if not self._have_own_memory:
+            if not write_each:  # an environment has failed
+                self._write_all(observations, outcome)
+            self._have_own_memory = self._find_own_memory(observations)
             return outcome
         try:
             for column in self._observations:
                 column.fill(observations)
         except Exception:
-            self._raise_misfit(observations)
+            self._write_all(observations, Outcome([], []))  # raises an error that names the environment
             raise
         if self._objects:
             for k, observation in enumerate(observations):
@@ -198,8 +200,13 @@ class EnvGroup:
     def step_one(self, k: int, action: Any) -> Outcome:
         """Steps environment k of the group."""
         outcome = Outcome([], [])
+        self._lives.count_one(k)
         try:
-            self._write_one(k, self._step_env(k, action, outcome), outcome)
+            observation = self._step_env(k, action, outcome)
+        except Exception as error:
+            observation = self._end_life(k, error, outcome)
+        try:
+            self._write_one(k, observation, outcome)
         except Exception as error:
             self._add_origin(error, k)
             raise
@@ -258,10 +265,10 @@ class EnvGroup:
         """Steps environment k, or resets it where that is due; returns its observation."""
         env = self._envs[k]
         self._at[0] = self._first + k
-        if self._needs_reset[k]:
-            observation, info = read_reset(env.reset(), env, self._first + k)
+        if self._next[k]:
+            observation, info = (KEPT, None) if self._next[k] == HELD else self._reset_in_step(k, KEPT)
             self._rewards[k] = 0.0
-            self._terminations[k] = self._truncations[k] = self._needs_reset[k] = False
+            self._terminations[k] = self._truncations[k] = False
         else:
             result = env.step(action)
             try:
@@ -273,68 +280,134 @@ class EnvGroup:
                 raise
             if has_ended:
                 if self._mode is AutoresetMode.NEXT_STEP:
-                    self._needs_reset[k] = True
+                    self._next[k] = RESET
                 elif self._mode is AutoresetMode.SAME_STEP:
                     # Copies: the reset may write into the same arrays.
                     final = {"final_obs": copy_sample(self._space, observation), "final_info": _copy_info(info)}
                     outcome.infos.append((self._first + k, final))
-                    observation, info = read_reset(env.reset(), env, self._first + k)
+                    observation, info = self._reset_in_step(k, observation)
         if info:
             self._add_info(k, info, outcome)
         return observation
+
+    def _end_life(self, k: int, error: Exception, outcome: Outcome) -> Any:
+        """Ends the episode of environment k, which has failed in a step, and makes it anew; returns its observation.
+
+        Raises:
+            Exception: what `EnvLives.replace` raises.
+        """
+        add_step(error, self._lives.name_step(k))
+        failure, holds = {ENV_FAILURE: self._replace(k, error, in_reset=False)}, self._policy.holds
+        self._rewards[k], self._terminations[k], self._truncations[k] = 0.0, False, not holds
+        if holds or self._mode is not AutoresetMode.SAME_STEP:
+            self._next[k] = HELD if holds else RESET if self._mode is AutoresetMode.NEXT_STEP else STEP
+            self._add_info(k, failure, outcome)
+            return KEPT
+        final = {"final_obs": self._copy_last(k), "final_info": failure}
+        outcome.infos.append((self._first + k, final))
+        observation, info = self._begin_episode(k)
+        self._add_info(k, {**info, **failure}, outcome)
+        return observation
+
+    def _reset_in_step(self, k: int, kept: Any) -> tuple[Any, Any]:
+        """Resets environment k in a step; returns `kept` in place of an observation where it fails and is held."""
+        if not self._policy.holds:
+            return self._begin_episode(k)
+        try:
+            return self._reset_env(k)
+        except Exception as error:
+            failure = {ENV_FAILURE: self._replace(k, error, in_reset=True)}
+            self._next[k] = HELD
+            return kept, failure
+
+    def _begin_episode(self, k: int, **arguments: Any) -> tuple[Any, Any]:
+        """Does what `_reset_env` does, with an environment that is made anew if it fails, which the info then says."""
+        failure: dict[str, str] = {}
+        while True:
+            try:
+                observation, info = self._reset_env(k, **arguments)
+                return observation, {**info, **failure} if failure else info
+            except Exception as error:
+                failure = {ENV_FAILURE: self._replace(k, error, in_reset=True)}
+                arguments.pop("seed", None)
+
+    def _reset_env(self, k: int, **arguments: Any) -> tuple[Any, Any]:
+        """Resets environment k with these arguments; returns its observation and info."""
+        if k in self._new_seeds and arguments.get("seed") is None:
+            arguments["seed"] = self._new_seeds[k]
+        if arguments.get("options") is not None:
+            arguments["options"] = copy.deepcopy(arguments["options"])
+        env = self._envs[k]
+        observation, info = read_reset(env.reset(**arguments), env, self._first + k)
+        if (seed := arguments.get("seed")) is not None:
+            self._seeds[k] = seed
+        self._new_seeds.pop(k, None)
+        self._next[k] = STEP
+        self._lives.begin_episode(k)
+        return observation, info
+
+    def _replace(self, k: int, error: Exception, in_reset: bool) -> str:
+        """Makes environment k, which has failed, anew; returns what it raised as text."""
+        self._add_origin(error, k)
+        self._envs[k] = self._lives.replace(k, self._envs[k], error, in_reset)
+        self._restarts[k], self._have_own_memory = self._lives.counts[k], False
+        if (seed := self._seeds[k]) is not None:
+            self._seeds[k] = self._new_seeds[k] = next_stream(seed, self._lives.counts[k])
+        return f"{type(error).__name__}: {error}"
+
+    def _make_anew(self, k: int, number: int, seed: Any) -> Any:
+        """Makes environment k by its function."""
+        env = self._env_fns[k]()
+        try:
+            if any(innermost(env) is innermost(each) for group in (self, *self._others) for each in group._envs):
+                raise SpecError(f"env_fns[{self._first + k}] gave an environment again that had failed, or is in use")
+            check_spaces(env)
+            self._described.check(self._first + k, env)
+        except BaseException:
+            close_in_time(env, self._first + k)
+            raise
+        return env
+
+    def _copy_last(self, k: int) -> Any:
+        """The last observation of environment k."""
+        arrays = (column.array[k].copy() for column in self._observations)
+        objects = iter(self._picked.get(k, ()))
+        return nest(self._space, (next(arrays if leaf.is_array else objects) for leaf in flatten_space(self._space)))
+
+    def _find_own_memory(self, observations: list[Any]) -> bool:
+        """Whether environments have shown, all of them, that they do not write observations into the same memory."""
+        is_kept = HELD in self._next or any(observation is KEPT for observation in observations)
+        return not is_kept and not any(column.may_share_memory(observations) for column in self._observations)
 
     def _add_info(self, k: int, info: Mapping[str, Any], outcome: Outcome) -> None:
         if info:  # a copy: environments of one class may share its values, and write into them again
             outcome.infos.append((self._first + k, _copy_info(info)))
 
     def _write_one(self, k: int, observation: Any, outcome: Outcome) -> None:
+        if observation is KEPT:
+            return
         for column in self._observations:
             column.put(k, observation)
         if self._objects:
             self._add_objects(k, observation, outcome)
 
     def _add_objects(self, k: int, observation: Any, outcome: Outcome) -> None:
-        outcome.objects.append((self._first + k, self._objects.pick(observation)))
+        self._picked[k] = self._objects.pick(observation)
+        outcome.objects.append((self._first + k, self._picked[k]))
 
-    def _raise_misfit(self, observations: list[Any]) -> None:
-        """Finds the observation that cannot be written, and raises an error that names its environment."""
+    def _write_all(self, observations: list[Any], outcome: Outcome) -> None:
+        """Writes observations one by one; an error about one names its environment."""
         for k, observation in enumerate(observations):
             try:
-                self._write_one(k, observation, Outcome([], []))
+                self._write_one(k, observation, outcome)
             except Exception as error:
                 self._add_origin(error, k)
                 raise
 
     def _add_origin(self, error: Exception, k: int) -> None:
-        failures.add_note(error, f"raised by environment {self._first + k}")
-
-
-def innermost(env: Any) -> Any:
-    """The environment inside all wrappers."""
-    while isinstance(env, gymnasium.Wrapper):
-        env = env.env
-    return env
-
-
-def _copy_if_taken(env: Any, taken: set[int]) -> Any:
-    """Copies an environment that is taken already: `[lambda: env] * n` is common, and works in n processes."""
-    if id(innermost(env)) in taken:
-        try:
-            env = copy.deepcopy(env)
-        except Exception as error:
-            raise SpecError(
-                f"env_fns: {env} is given twice and cannot be copied ({error!r}), each function has to make its own"
-            ) from error
-    taken.add(id(innermost(env)))
-    return env
-
-
-def _check_spaces(env: Any) -> None:
-    for name in ("observation_space", "action_space"):
-        if not isinstance(space := getattr(env, name, None), gymnasium.Space):
-            wanted = f"needed is an environment whose {name} is a gymnasium.Space"
-            agents = PETTINGZOO_HINT if hasattr(env, "possible_agents") or hasattr(env, "max_num_agents") else ""
-            raise SpecError(f"env_fns: {wanted}, got {type(env).__name__} where it is {space!r}{agents}")
+        note = f"raised by environment {self._first + k}"
+        if note not in getattr(error, "__notes__", ()):
+            failures.add_note(error, note)
 
 
 def _copy_info(info: Any) -> Any:

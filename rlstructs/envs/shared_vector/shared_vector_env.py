@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rlstructs.checks import check_count, check_timeout, other_words
+from rlstructs.envs.env_lives import RAISE, RESTART, RestartPolicy, check_policy
 from rlstructs.envs.shared_vector.arguments import (
     SAME,
     Spaces,
@@ -87,6 +88,13 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             streams, without changing that. With no workers, environments draw from this process's streams.
         init_worker: `init_worker(index)` is called in each worker before environments are made, with the index of the
             worker; with no workers once in this process, with 0. May be a lambda.
+        on_env_failure: "raise" raises what an environment raises in `step` or `reset`; "restart" closes it and makes it
+            anew by its function, and all others go on. Its episode is truncated: the step shows the last observation
+            once more, with reward 0, and `infos["env_failure"]` says what was raised (in mode SAME_STEP,
+            `infos["final_info"]` too). The new environment begins an episode as after any other end; its seed follows
+            from the last one that `reset` was given. The log has the traceback, as a warning.
+        max_env_restarts: how often each environment may be made anew in all; None for any number. Then, or if it fails
+            more than three times in a row without a step in between, the error is raised.
 
     Attributes:
         env_fns: the functions that were given.
@@ -127,11 +135,14 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         daemon: bool = True,
         seed: int | None = None,
         init_worker: Callable[[int], object] | None = None,
+        on_env_failure: str = RAISE,
+        max_env_restarts: int | None = None,
     ) -> None:
         self._order = CallOrder()
         self.closed, self._is_closing = True, False  # until there is something to close
         makers = check_env_fns(env_fns)
         timeout = check_timeout(timeout)
+        check_policy(on_env_failure, max_env_restarts)
         spaces = check_observation_mode(observation_mode)
         start_method = choose_start_method(start_method, context)
         self.env_fns, self.num_envs, self.copy = makers, len(makers), bool(copy)
@@ -150,7 +161,33 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             raise
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._calls = EnvCalls(self._order, self._host, self._columns, self.groups, self.autoreset_mode)
+        self._policy = RestartPolicy(on_env_failure == RESTART, max_env_restarts)
+        if self._policy.is_on:
+            self._set_policy(self._policy)
         self.closed = False
+
+    @property
+    def env_restarts(self) -> np.ndarray:
+        """How often each environment was made anew, int64 (N,)."""
+        return self._columns.restarts.copy()
+
+    def hold_failed(self, policy: RestartPolicy | None) -> bool:
+        """Has environments that fail wait for a reset by a mask, for rollouts, which leave them out until then.
+
+        Args:
+            policy: what else happens to them; None for what the constructor was given.
+
+        Returns:
+            Whether environments are made anew at all.
+        """
+        policy = (policy or self._policy)._replace(holds=True)
+        if policy.is_on:
+            self._set_policy(policy)
+        return policy.is_on
+
+    def _set_policy(self, policy: RestartPolicy) -> None:
+        self._calls.call("set_policy", Pending.CALL, lambda rows: (policy,))
+        self._calls.wait_for_values(None)
 
     @property
     def np_random(self) -> tuple[np.random.Generator, ...]:

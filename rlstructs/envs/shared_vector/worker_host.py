@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.shared_vector.columns import Columns, count_bytes
-from rlstructs.envs.shared_vector.env_group import Description
+from rlstructs.envs.shared_vector.description import Description
 from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
 from rlstructs.envs.shared_vector.hosts import Arguments, EnvFns, Host, LocalHost, Request, split_evenly, take_arrived
 from rlstructs.envs.shared_vector.step_results import EMPTY, Outcome, unpack

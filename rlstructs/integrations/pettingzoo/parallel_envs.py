@@ -182,7 +182,7 @@ class ParallelEnvs(RowDefaults):
         self._set_running(everyone)
         return first
 
-    def revive_rows(self) -> tuple[np.ndarray, Rows]:
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
         """Starts an episode in every environment that has ended, so that all run; see `RowEnv.revive_rows`."""
         assert self._running is not None
         everyone = np.arange(len(self._groups))
