@@ -112,7 +112,7 @@ class Storage(CopiedWhole):
         columns = self.columns
         columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
         # Spans have these: they live longer than columns, whose memory they would keep.
-        self._ids = RowIds(columns.n_lanes, columns.capacity, columns.order)
+        self._ids, self._span = RowIds(columns.n_lanes, columns.capacity, columns.order), None
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
 
