@@ -196,8 +196,8 @@ class Course:
         self.n_envs = N_ENVS + case["env"].startswith("agents")  # of one worker
         self.n = self.n_workers * self.n_envs
         self.ledger, self.version, self.turns, self.kept, self.is_under_way = Ledger(), 0, 0, None, False
-        if case["failure"] in ENV_RESTARTS:  # the last environment begins anew once, and no worker does
-            self.ledger.lost.add(self.n - 1)
+        if case["failure"] in ENV_RESTARTS:  # the last environment, and no worker
+            self.ledger.anew.add(self.n - 1)
         self.has_agent_info, self.has_env_info = (case["info"] in (name, "both") for name in ("agent_info", "env_info"))
         self.memory = self.twin = None
         if case["memory"] != "none":
@@ -355,7 +355,7 @@ class Course:
         for env, generations in self.ledger.generations.items():
             restarts = stats["workers"][env // self.n_envs]["restarts"]
             limit = 1 + restarts + self.case["state"].startswith(("plain", "best"))
-            limit += self.case["failure"] in ENV_RESTARTS
+            limit += N_TURNS * (env in self.ledger.anew)
             assert len(generations) <= limit, f"environment {env} has had {generations}, of {restarts} restarts"
         # Of a state copies are stepped, which may end a worker between two rollouts.
         is_sure = not self.ahead and self.case["early"] == "none" and self.case["state"] == "none"

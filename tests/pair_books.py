@@ -119,6 +119,7 @@ class Ledger:
         reached: environment -> generation, episode and step that come next.
         renewed: environments that may begin any later episode, because of a reset.
         lost: environments of workers that may have been replaced: a length of 0 was handed out.
+        anew: environments that fail by themselves, and are made anew where they do.
         episodes: those that have ended since they were taken: environment, return, length, terminated.
         n_steps: the steps of all environments.
         generations: of each environment, those that were seen.
@@ -127,6 +128,7 @@ class Ledger:
     reached: dict = field(default_factory=dict)
     renewed: set = field(default_factory=set)
     lost: set = field(default_factory=set)
+    anew: set = field(default_factory=set)
     episodes: list = field(default_factory=list)
     sums: dict = field(default_factory=dict)
     n_steps: int = 0
@@ -163,8 +165,9 @@ class Ledger:
         wanted = self.reached.get(env, (0, 0, 0))
         is_later = first > wanted and first[2] == 0
         may_restart = env in self.lost and first[0] > wanted[0] and is_later
-        if first == wanted or may_restart or (env in self.renewed and is_later):
-            if first[0] > wanted[0]:
+        is_anew = env in self.anew and first[1:] == (0, 0) and first != wanted
+        if first == wanted or may_restart or is_anew or (env in self.renewed and is_later):
+            if first[0] > wanted[0] or is_anew:
                 self.lost.discard(env)
                 self.sums.pop(env, None)
             return
