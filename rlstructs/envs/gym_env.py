@@ -197,9 +197,11 @@ class GymEnv(RowDefaults):
         """Does what `step` does, and returns rows of its own that stay valid until the next step."""
         running = check_running(self._running)
         actions, action_columns = self._actions.read(action, running.size)
-        frames, rewards, ended, uncopied, fresh = [], [], [], [], list[Any]()
+        frames, rewards, ended, uncopied = [], [], [], []
+        fresh: list[Any] = []
         have_own_memory, infos, logs = self._have_own_memory, self._infos or None, self._has_episode_seeds
-        row, result, failed, unreset = 0, NO_RESULT, list[int](), list[int]()
+        row, result = 0, NO_RESULT
+        gone: dict[int, bool] = {}  # whether the environment of a row has failed in the reset after the step
         self._lives.n_steps += 1
         steps = enumerate(zip(self._running_envs, actions, strict=True))
         while True:  # more than once only where an environment fails: the others are stepped all the same
@@ -225,35 +227,35 @@ class GymEnv(RowDefaults):
             except Exception as error:
                 in_reset = bool(ended) and ended[-1][0] == row
                 self._explain_and_replace(int(running[row]), error, result, in_reset)
-                (unreset if in_reset else failed).append(row)
+                gone[row] = in_reset
                 frames.append(frame if in_reset else self._make_blank())
                 rewards.append(reward if in_reset else 0.0)
         after = self._write(frames, running, rewards, ended, action_columns)
         if not have_own_memory:
-            self._have_own_memory = not failed and self._find_own_memory(uncopied)
-        if not ended and not failed:
-            return Step(after, NO_ROWS, None, None)
-        return self._end_step(after, running, [row for row, _, _ in ended], fresh, failed, unreset)
+            self._have_own_memory = not gone and self._find_own_memory(uncopied)
+        return self._end_step(after, running, ended, fresh, gone) if ended or gone else Step(after, NO_ROWS, None, None)
 
     def _end_step(
-        self, after: Rows, running: np.ndarray, ended: list[int], fresh: list[Any],
-        failed: list[int], unreset: list[int],
+        self, after: Rows, running: np.ndarray, ended: list[tuple[int, bool, bool]], fresh: list[Any],
+        gone: dict[int, bool],
     ) -> Step:  # fmt: skip
         """Ends a step in which episodes ended or environments failed: keeps those that run, and fills the fresh rows.
 
         Args:
             after: the rows after it.
             running: the environments that it has stepped.
-            ended: which rows are ends of episodes.
+            ended: the rows whose episodes ended, with their flags.
             fresh: first observations of those that were reset.
-            failed: which rows are of environments that failed before the end of their step.
-            unreset: which of the ended ones failed in the reset that followed.
+            gone: rows of environments that failed: whether in the reset that followed, not in the step.
         """
-        leaving = failed + (unreset if self._autoreset else ended)
+        failed = [row for row, in_reset in gone.items() if not in_reset]
+        unreset = [row for row, in_reset in gone.items() if in_reset]
+        ends = [row for row, _, _ in ended]
+        leaving = failed + (unreset if self._autoreset else ends)
         kept = np.delete(np.arange(running.size), leaving) if leaving else None
         if kept is not None:
             self._set_running(running[kept])
-        rows = np.array([row for row in ended if row not in unreset] if self._autoreset else [], np.int64)
+        rows = np.array([row for row in ends if row not in unreset] if self._autoreset else [], np.int64)
         first = self._fresh.fill(fresh, rows) if rows.size else None
         return Step(after, rows, first, kept, failed=np.array(failed, np.int64))
 

@@ -164,7 +164,8 @@ class EnvGroup:
 
     def step(self, actions: Iterable[Any]) -> Outcome:
         """Steps all environments."""
-        outcome, observations, write_each = Outcome([], []), list[Any](), not self._have_own_memory
+        outcome, write_each = Outcome([], []), not self._have_own_memory
+        observations: list[Any] = []
         self._lives.n_steps += 1
         pending = enumerate(actions)
         while True:  # more than once only where an environment fails: the others are stepped all the same
