@@ -57,10 +57,8 @@ if __name__ == "workers":
     import os
     import sys
 
-    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    spec = importlib.machinery.PathFinder.find_spec(
-        __name__, [folder for folder in sys.path if os.path.realpath(folder) != root]
-    )
+    others = [folder for folder in sys.path if not os.path.exists(os.path.join(folder, "rlstructs", "workers"))]
+    spec = importlib.machinery.PathFinder.find_spec(__name__, others)
     if spec is None:
         raise ModuleNotFoundError("No module named 'workers'; that of rlstructs is 'rlstructs.workers'", name=__name__)
     sys.modules[__name__] = importlib.util.module_from_spec(spec)

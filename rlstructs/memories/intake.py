@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
@@ -32,32 +33,43 @@ class Intake:
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
         self._step_writer = StepWriter(tensors.storage, ENDS)
+        self._strict = False
 
     def write_quickly(self, given: Mapping[str, Any], strict: bool) -> bool:
-        """Writes a row of each environment without conversion; returns False if that is impossible.
+        """Writes a row of each environment, or of the next ones; returns False if `add_rows` has to do it.
 
         skrl's agents give values for tensors that do not exist, and omit those that they compute later.
         """
-        tensors = self._tensors
+        tensors, num_envs = self._tensors, self._tensors.lead[1]
         if tensors.planned:  # these are not allocated yet
             return False
-        if self._step_writer.write(given) is not None:
-            return True
-        if strict:
+        self._strict = strict
+        if strict and any(value is None or name not in tensors.dtypes for name, value in given.items()):
             return False
-        known = {name: value for name, value in given.items() if value is not None and name in tensors.dtypes}
-        missing = tensors.dtypes.keys() - known.keys()
-        if missing.intersection(ENDS) or not known:
+        first = given.get("observations")
+        if first is None:
+            first = next((value for value in given.values() if value is not None), None)
+        n = len(first) if getattr(first, "ndim", 0) > 1 else 0  # type: ignore[arg-type]
+        lanes = None if n == num_envs else self._find_behind(n)
+        if n != num_envs and lanes is None:
             return False
-        memory_size, num_envs = tensors.lead
-        columns, row = tensors.storage.columns, int(tensors.storage.ring.head[0]) % memory_size
-        for name in missing:
-            spec = columns.specs[name]
-            if name in tensors.exposed:
-                known[name] = columns.cells[name][:, row]
-            else:
-                known[name] = np.full((num_envs, *spec.shape), spec.unwritten, spec.dtype)
-        return (bool(missing) or len(known) < len(given)) and self._step_writer.write(known) is not None
+        convert, live = self._convert_value, tensors.exposed
+        return self._step_writer.write(given, lanes, convert, fills=True, live=live) is not None
+
+    def _find_behind(self, n: int) -> np.ndarray | None:
+        """The next n environments of the current row; None if `add_rows` has to find them."""
+        head = self._tensors.storage.ring.head
+        if not 0 < n < head.size:
+            return None
+        behind = np.flatnonzero(head == head.min())
+        return behind[:n] if n <= behind.size else None
+
+    def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
+        if spec.is_bfloat16 and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+            array = value.detach().cpu().view(torch.int16).numpy()
+        else:
+            array = encoded(name, self._tensors.convert_values(name, value, self._strict), spec)
+        return array[:, None] if array.ndim == 1 and spec.shape == (1,) else array
 
     def add_rows(self, given: Mapping[str, Any], strict: bool, write: Write) -> None:
         """Appends one row for all or some environments, or several rows for one; see `Memory.add_samples`."""

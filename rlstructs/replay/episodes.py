@@ -20,6 +20,8 @@ EPISODE = "episode"
 PAIR = Spec(np.dtype(np.int32), (2,))
 TIME, LENGTH = 0, 1  # of a pair
 BYTES_PER_ROW = PAIR.nbytes
+# For so many lanes a loop is faster than arithmetic with indexes.
+FEW = 8
 # Later than any step.
 NO_END = np.iinfo(np.int64).max
 
@@ -99,9 +101,11 @@ class Episodes:
         pairs[..., TIME], pairs[..., LENGTH] = time, np.where(end < n_timesteps, total, 0)
         self.columns.write_block({EPISODE: pairs}, lanes, n_timesteps, lengths, head)
         cut, every = first[:, 0], np.arange(self.columns.n_lanes)[lanes]
-        for at in np.flatnonzero((carried > 0) & (cut | (end[:, 0] < n_timesteps))):
-            n_new = n_timesteps if lengths is None else int(lengths[at])
-            self.set_length(int(every[at]), int(carried[at]), int(carried[at] if cut[at] else total[at, 0]), n_new)
+        closed = np.flatnonzero((carried > 0) & (cut | (end[:, 0] < n_timesteps)))
+        if closed.size:
+            before, n_new = carried[closed], n_timesteps if lengths is None else lengths[closed]
+            totals = np.where(cut[closed], before, total[closed, 0])
+            self.set_lengths(every[closed], before, totals, n_new)
 
     def longest(
         self, lanes: np.ndarray, done: np.ndarray, starts: np.ndarray | None = None, lengths: np.ndarray | None = None
@@ -128,20 +132,41 @@ class Episodes:
 
     def reopen(self, lanes: slice | np.ndarray) -> None:
         """Removes the lengths that a killed writer gave to episodes whose ends were lost with it."""
-        for lane, n in zip(np.arange(self.columns.n_lanes)[lanes], self.open_lengths(lanes), strict=True):
-            self.set_length(int(lane), int(n), 0, 0)
+        every = np.arange(self.columns.n_lanes)[lanes]
+        self.set_lengths(every, self.open_lengths(lanes), np.zeros_like(every), 0)
 
-    def set_length(self, lane: int, n_before: int, total: int, n_new: int) -> None:
-        """Sets the length of the episode of the newest `n_before` rows that are still there after `n_new` more."""
+    def set_lengths(self, lanes: np.ndarray, before: np.ndarray, totals: np.ndarray, n_new: Any) -> None:
+        """Sets the lengths of the newest episodes of n lanes, for those of their rows that stay.
+
+        Args:
+            lanes: int64 (n,).
+            before: int (n,), how many rows the episodes have.
+            totals: int (n,), their lengths; 0 for those that go on.
+            n_new: int or int (n,), how many rows are being written after them.
+        """
         ring = self.columns.ring
-        head = int(ring.head[lane])
-        steps = np.arange(max(head - n_before, head + n_new - ring.capacity), head)
-        self.columns.cells[EPISODE][lane, steps % ring.capacity, LENGTH] = total
+        heads = ring.head[lanes]
+        if lanes.size <= FEW:
+            cells, n_news = self.columns.cells[EPISODE], np.broadcast_to(n_new, heads.shape).tolist()
+            places = zip(lanes.tolist(), heads.tolist(), before.tolist(), totals.tolist(), n_news, strict=True)
+            for lane, head, n_before, total, n_after in places:
+                count = max(0, min(n_before, ring.capacity - n_after))
+                start = (head - count) % ring.capacity
+                cells[lane, start : start + count, LENGTH] = total
+                cells[lane, : max(0, start + count - ring.capacity), LENGTH] = total
+            return
+        counts = heads - np.maximum(heads - before, heads + n_new - ring.capacity)
+        counts = np.maximum(counts, 0)
+        # Of each row that stays: which of the lanes it is of, and how many of its rows come before it.
+        ordinal = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        steps = np.repeat(heads - counts, counts) + ordinal
+        rows = self.columns.at_steps(np.repeat(lanes, counts), steps)
+        self.columns.flat[EPISODE][rows, LENGTH] = np.repeat(totals, counts)
 
-    def close(self, lane: int) -> None:
-        """Ends the unfinished episode of a lane at its newest row."""
-        if n := int(self.open_lengths(np.array([lane]))[0]):
-            self.set_length(lane, n, n, 0)
+    def close(self, lanes: np.ndarray) -> None:
+        """Ends the unfinished episodes of these lanes, int64 (n,), at their newest rows."""
+        before = self.open_lengths(lanes)
+        self.set_lengths(lanes, before, before, 0)
 
     def rebuild(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""

@@ -22,18 +22,33 @@ PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
 PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
 
-def plain_items(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Does what `flat_items` does, for dicts only; returns None if a key is no string or is given twice."""
+def plain_items(batch: Any) -> dict[str, Any] | None:
+    """Does what `flat_items` does quickly; returns None for what it only can do.
+
+    That is a key that is no string or is given twice, and lists or arrays of mappings.
+    """
     flat: dict[str, Any] = {}
-    for key, value in batch.items():
-        inside = plain_items(value) if type(value) is dict else {"": value}
-        if type(key) is not str or inside is None:
+    for key in batch.keys():  # noqa: SIM118 - not every batch iterates over its keys
+        value = batch[key]
+        kind = type(value)
+        if type(key) is not str or key in flat:
             return None
-        for name, each in inside.items():
-            flat_name = f"{key}/{name}" if type(value) is dict else key
-            if flat_name in flat:
+        if kind is np.ndarray or kind is torch.Tensor:  # first, as nearly all are
+            if kind is np.ndarray and value.dtype == object:
                 return None
-            flat[flat_name] = each
+            flat[key] = value
+        elif kind is dict or is_mapping(value):
+            inside = plain_items(value)
+            if inside is None:
+                return None
+            for name, each in inside.items():
+                if f"{key}/{name}" in flat:
+                    return None
+                flat[f"{key}/{name}"] = each
+        elif are_mappings(value):
+            return None
+        else:
+            flat[key] = value
     return flat
 
 

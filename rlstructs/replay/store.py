@@ -109,6 +109,7 @@ class Storage(CopiedWhole):
             self.episodes.reopen(ALL)
 
     def _map(self) -> None:
+        self.version += 1
         columns = self.columns
         columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
         # Spans have these: they live longer than columns, whose memory they would keep.
@@ -216,10 +217,10 @@ class Storage(CopiedWhole):
         """Ends the unfinished episodes of these lanes at their newest rows."""
         with self.lock:
             episodes = self.track_episodes()
-            every = np.arange(self.columns.n_lanes)[lanes]
-            for lane in every[episodes.open_lengths(lanes) > 0].tolist():
+            unfinished = np.arange(self.columns.n_lanes)[lanes][episodes.open_lengths(lanes) > 0]
+            if unfinished.size:
                 self._note_change()
-                episodes.close(lane)
+                episodes.close(unfinished)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
@@ -462,7 +463,6 @@ class Storage(CopiedWhole):
             # There is room for everything.
             for move in moves:
                 move()
-            self.version += 1
             self._backing, self.is_private = backing, False
             self._map()
 

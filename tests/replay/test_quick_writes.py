@@ -23,6 +23,8 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
+from rlstructs.replay.episodes import Episodes
+from rlstructs.replay.step_writer import StepWriter
 
 N_LANES, CAPACITY = 3, 5
 DTYPES = {"obs": np.float32, "act": np.int64, "rew": np.float64, "terminated": np.bool_, "truncated": np.bool_}
@@ -104,9 +106,23 @@ def row_of(surface, rng):
     return {name: np.asarray(value, DTYPES[name])[()] for name, value in row.items()}
 
 
-def unlike(surface, row):
-    """The same numbers, as they need to be converted: of another dtype, or, without lanes, as lists."""
-    return {**row, "obs": row["obs"].astype(np.float64) if surface.n else row["obs"].tolist()}
+# Forms in which the same row can come: all are written by a plan.
+FORMS = {
+    "as stored": lambda surface, row: row,
+    "float64": lambda surface, row: {**row, "obs": np.asarray(row["obs"], np.float64)},
+    "int32": lambda surface, row: {**row, "act": np.asarray(row["act"], np.int32)},
+    "ends as numbers": lambda surface, row: {**row, "terminated": np.asarray(row["terminated"], np.uint8)},
+    "torch": lambda surface, row: {name: torch.from_numpy(np.array(each)) for name, each in row.items()},
+    "gradients": lambda surface, row: {**row, "obs": torch.tensor(row["obs"], requires_grad=True)},
+    "strided": lambda surface, row: {**row, "obs": np.array(row["obs"].swapaxes(-1, -2)).swapaxes(-1, -2)},
+}
+
+
+def add_slowly(surface, made, row):
+    """Adds a row by `Storage.write`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepWriter, "write", lambda *_, **__: None)
+        surface.add(made, row)
 
 
 def content(made):
@@ -118,30 +134,68 @@ def content(made):
     return storage.ring.counters.tolist(), found, episodes
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_quick_and_other_writes_leave_the_same(surface, library):
+@pytest.mark.parametrize("form", FORMS)
+def test_quick_and_other_writes_leave_the_same(surface, form):
     rng, quick, other, n_quick = np.random.default_rng(0), surface.make(), surface.make(), 0
     for number in range(3 * CAPACITY):
         row = row_of(surface, rng)
-        given = row if library == "numpy" else {name: torch.from_numpy(np.array(each)) for name, each in row.items()}
         version = quick._storage.version
-        surface.add(quick, given)
+        surface.add(quick, FORMS[form](surface, row) if number else row)  # the first row may define the columns
         n_quick += quick._storage.version == version
-        surface.add(other, unlike(surface, row) if number else row)
+        add_slowly(surface, other, row)
         assert content(quick) == content(other)
     assert n_quick >= 3 * CAPACITY - 2  # the first of them makes the columns
 
 
-def test_what_has_to_be_converted_is_written_the_other_way(surface):
-    rng, made = np.random.default_rng(1), surface.make()
-    for _ in range(2):
-        surface.add(made, row_of(surface, rng))
-    row, version = row_of(surface, rng), made._storage.version
-    surface.add(made, unlike(surface, row))
-    assert made._storage.version > version
-    version = made._storage.version
-    surface.add(made, row_of(surface, rng))
-    assert made._storage.version == version  # quickly again
+LANES = {
+    "memory of torch": lambda made, row, n: made.add_samples(
+        **{name: value[:n].reshape((n, 2, 2) if name == "obs" else (n, 1)) for name, value in row.items()}
+    ),
+    "VectorReplayBuffer": lambda made, row, n: made.add(
+        {name: value[:n] for name, value in row.items()}, np.arange(N_LANES)[::-1][:n]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LANES)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_lanes_that_are_not_in_step_are_written_quickly(name, is_shared):
+    """Rows of some lanes, or of all after that; in shared memory too."""
+    rng, surface, add = np.random.default_rng(3), SURFACES[name], LANES[name]
+    quick, other = surface.make(), surface.make()
+    for made in (quick, other):
+        surface.add(made, row_of(surface, np.random.default_rng(0)))
+        if is_shared:
+            made._storage.share()
+    surface.add(quick, row := row_of(surface, rng))  # the writer looks at the store
+    add_slowly(surface, other, row)
+    for turn in range(4 * CAPACITY):
+        row, n, version = row_of(surface, rng), (2, 1, 3)[turn % 3], quick._storage.version
+        if n == N_LANES and len(set(quick._storage.ring.head.tolist())) > 1 and "memory" in name:
+            n = 1
+        add(quick, row, n)
+        assert quick._storage.version == version
+        add_slowly(Surface(surface.make, lambda made, given, n=n: add(made, given, n)), other, row)
+        assert content(quick) == content(other)
+
+
+def test_episodes_that_end_in_many_lanes_at_once_have_their_lengths():
+    """One store, whatever the number of lanes: the loop for a few, and the arithmetic for many."""
+    for n_lanes in (3, 40):
+        rng, made = np.random.default_rng(n_lanes), VectorReplayBuffer(7 * n_lanes, n_lanes)
+        ends = rng.random((30, n_lanes)) < 0.3
+        for done in ends:
+            zeros = np.zeros(n_lanes)
+            made.add({"obs": zeros, "act": zeros, "rew": zeros, "terminated": done, "truncated": done & False})
+        storage = made._storage
+        slow = Episodes(storage.ring, storage.columns.order)
+        by_slot = np.zeros((n_lanes, 7), bool)
+        by_slot[:, np.arange(23, 30) % 7] = ends[23:].T
+        slow.rebuild(by_slot)
+        rows = storage.span().every_row()
+        # What remains of an episode; its first steps may have been overwritten.
+        assert storage.episodes.remaining(rows).tolist() == slow.remaining(rows).tolist()
+        assert storage.episodes.end(rows).tolist() == slow.end(rows).tolist()
 
 
 def test_a_copy_writes_quickly_to_itself(surface):

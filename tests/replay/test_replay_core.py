@@ -546,8 +546,8 @@ def test_close_ends_the_open_episode_and_nothing_else(order):
     storage = make_storage(2, 4, order)
     write_lane(storage, 4, done=[1])
     for _ in range(2):
-        storage.episodes.close(0)
-        storage.episodes.close(1)
+        storage.episodes.close(np.array([0]))
+        storage.episodes.close(np.array([1]))
         assert times_and_lengths(storage) == ([0, 1, 0, 1], [2, 1, 2, 1])
     write_lane(storage, 1)
     assert times_and_lengths(storage) == ([1, 0, 1, 0], [1, 2, 1, -1])
@@ -926,7 +926,7 @@ def test_a_store_holds_what_plain_lists_hold(data):
             model.clear()
         elif operation == "close":
             lane = data.draw(st.integers(0, n_lanes - 1))
-            storage.episodes.close(lane)
+            storage.episodes.close(np.array([lane]))
             model.close(lane)
         else:
             number = write_both(data, storage, model, number)

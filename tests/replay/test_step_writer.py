@@ -99,7 +99,7 @@ def test_what_there_are_no_tensors_of_takes_no_other_way():
     quick.add_samples(**rows)
     assert (quick._storage.version, len(quick)) == (version, 3 * LANES)
     assert not quick.tensors["frame"][2].any()
-    del rows["truncated"]  # says nothing of where episodes end
+    del rows["truncated"]  # what the live tensor holds says where episodes end
     quick.add_samples(**rows)
     assert (quick._storage.version > version, len(quick)) == (True, 4 * LANES)
 
@@ -125,17 +125,43 @@ def test_what_it_cannot_write_it_leaves_alone(tensors):
     assert (storage.ring.counters == before).all()
 
 
-def test_stores_that_are_not_in_step_or_shared_are_left_to_the_general_way():
-    apart = store()
-    apart.write({"x": GOOD[:1, None]}, slice(0, 1))
-    assert not StepWriter(apart, ()).write({"x": GOOD})
-    shared = store()
-    writer = StepWriter(shared, ())
-    assert writer.write({"x": GOOD})
-    shared.share()
-    assert not writer.write({"x": GOOD})
-    wide = store(terminated=Spec(np.dtype(bool), (2,)))
-    assert not StepWriter(wide, ("terminated",)).write({"x": GOOD, "terminated": np.zeros((2, 2), bool)})
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_stores_that_are_not_in_step_or_shared_are_written_quickly_too(is_shared, shape):
+    """The marks of ends may have axes: one that is not zero ends the episode."""
+    rng, stores = np.random.default_rng(0), [store(terminated=Spec(np.dtype(bool), shape)) for _ in range(2)]
+    for made in stores:
+        made.write({"x": GOOD[:1, None], "terminated": np.zeros((1, 1, *shape), bool)}, slice(0, 1))
+        if is_shared:
+            made.share()
+    quick, general = stores
+    writer = StepWriter(quick, ("terminated",))
+    for _ in range(12):
+        rows = {"x": rng.random((2, 3), np.float32), "terminated": rng.random((2, *shape)) < 0.3}
+        assert writer.write(rows)
+        done = rows["terminated"].reshape(2, -1).any(1)[:, None]
+        general.write({name: values[:, None] for name, values in rows.items()}, done=done)
+        assert (quick.ring.counters == general.ring.counters).all()
+        every = general.span().every_row()
+        assert quick.gather(["x"], every)[0].tolist() == general.gather(["x"], every)[0].tolist()
+        assert quick.episodes.times(every).tolist() == general.episodes.times(every).tolist()
+        assert quick.episodes.remaining(every).tolist() == general.episodes.remaining(every).tolist()
+
+
+def test_another_process_may_write_to_lanes_of_its_own():
+    """As the heads of its lanes rise, they do not count as those of this writer; its own must be as it left them."""
+    storage = store(terminated=Spec(np.dtype(bool)))
+    storage.share()
+    writer, lane = StepWriter(storage, ("terminated",)), np.array([1])
+    row = {"x": GOOD[:1], "terminated": np.zeros(1, bool)}
+    assert writer.write(row, lane)
+    ring = storage.ring
+    ring.reserve(slice(0, 1), 1)  # the other process is in the middle of a write
+    assert writer.write(row, lane)
+    ring.publish(slice(0, 1), 1)
+    assert writer.write(row, lane) and ring.head.tolist() == [1, 3]
+    ring.reserve(slice(1, 2), 1)  # a writer of this lane was killed
+    assert writer.write(row, lane) is None
 
 
 @pytest.mark.parametrize("seed", range(4))

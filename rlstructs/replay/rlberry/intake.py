@@ -67,12 +67,16 @@ class TaggedIntake(Intake):
         n_lanes, writer = self.storage.columns.n_lanes, self._step_writer
         has_lanes = lane is None and n_lanes > 1
         is_plain = type(data) is dict and (has_lanes or n_lanes == 1)
-        if writer is None or not is_plain or writer.write(data, is_row=not has_lanes) is None:
+        convert, is_row = self._convert_value, not has_lanes
+        if writer is None or not is_plain or writer.write(data, None, convert, is_row=is_row) is None:
             self._append_converted(data, lanes, (n_lanes,) if has_lanes else ())
             if self._step_writer is None:
                 self._step_writer = StepWriter(self.storage, ends_among(self.specs))
         if self.max_episode_steps is not None:
             self._end_longest(lanes, self.max_episode_steps)
+
+    def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
+        return self.as_rows(name, value, spec)[0]
 
     def _append_converted(self, data: Mapping[str, Any], lanes: slice, lead: tuple[int, ...]) -> None:
         if not self.tags:

@@ -13,7 +13,7 @@ from rlstructs.replay.blocks import as_slice, rounds
 from rlstructs.replay.claims import MOST, Claims, check_aligned
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
-from rlstructs.replay.given import plain_items
+from rlstructs.replay.given import as_rows, is_mapping, plain_items
 from rlstructs.replay.info_columns import OBJECTS, Plan, held_values, plan_columns
 from rlstructs.replay.intake import LOG, Intake
 from rlstructs.replay.objects import OBJECT
@@ -26,6 +26,7 @@ from rlstructs.replay.tianshou.running import Added, Running
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, top
 from rlstructs.replay.values import host_array
+from rlstructs.replay.widening import widened
 from rlstructs.workers.public_names import set_module
 
 
@@ -64,42 +65,60 @@ class TransitionIntake(Intake):
     def add(self, batch: Any, buffer_ids: Any = None) -> Added:
         """Appends one transition to each of some lanes; see `ReplayBuffer.add`."""
         with self.storage.lock:  # a file has returns and lengths either with all of these rows or with none
-            if self._is_every_lane(buffer_ids) and (added := self.add_quickly(batch, buffer_ids is None)) is not None:
-                return added
-            return self._add_converted(batch, buffer_ids)
+            added = self.add_quickly(batch, buffer_ids)
+            return self._add_converted(batch, buffer_ids) if added is None else added
 
-    def _is_every_lane(self, buffer_ids: Any) -> bool:
-        """Whether these are all lanes, each once and in order."""
+    def _find_lanes(self, buffer_ids: Any) -> Any:
+        """The lanes of these ids, int64 (n,); None for all in order, False if `_choose_lanes` has to find them."""
         if buffer_ids is None:
-            return True
-        if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu":
+            return None
+        if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu" and buffer_ids.ndim == 1:
             buffer_ids = buffer_ids.tolist()
         # Types first: other objects may define == in their own way, or raise.
-        is_plain = type(buffer_ids) is list and all(type(lane) is int for lane in buffer_ids)
-        return is_plain and bool(buffer_ids == self._every_lane)
-
-    def add_quickly(self, batch: Any, without_ids: bool) -> Added | None:
-        """Adds one row to each lane if no conversion is needed; otherwise changes nothing and returns None."""
-        if type(batch) not in (dict, ArrayDict) or self.options.save_only_last_obs or not self.table.lane_size:
+        if type(buffer_ids) is not list or not all(type(lane) is int for lane in buffer_ids):
+            return False
+        if buffer_ids == self._every_lane:
             return None
-        flat: Mapping[str, Any] | None = batch
-        if type(batch) is ArrayDict:  # whose length is that of its rows
-            flat = batch._arrays()
-        elif dict in map(type, batch.values()):
-            flat = plain_items(batch)
+        n = len(buffer_ids)
+        is_plain = self.table.is_stacked and 0 < n == len(set(buffer_ids))
+        is_plain = is_plain and min(buffer_ids) >= 0 and max(buffer_ids) < self.table.n_lanes
+        return np.array(buffer_ids) if is_plain else False
+
+    def add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
+        """Adds one row to each of some lanes by a plan; otherwise changes nothing and returns None."""
+        lanes = self._find_lanes(buffer_ids)
+        if lanes is False or self.options.save_only_last_obs or not self.table.lane_size or not is_mapping(batch):
+            return None
+        # The length of an `ArrayDict` is that of its rows.
+        flat: Mapping[str, Any] | None = batch._arrays() if type(batch) is ArrayDict else plain_items(batch)
         if flat is None:
             return None
-        if not self.ignored.isdisjoint(flat):
-            flat = {name: values for name, values in flat.items() if name not in self.ignored}
-        heads = self.storage.ring.head.copy()
-        rows = self._step_writer.write(flat, is_row=without_ids and not self.table.is_stacked)
+        if not self.ignored.isdisjoint(map(top, flat)):
+            flat = {name: values for name, values in flat.items() if top(name) not in self.ignored}
+        some = np.arange(self.table.n_lanes) if lanes is None else lanes
+        done = _find_done(flat, some.size)
+        if done is None:
+            return None
+        self.check_room(some, done)
+        heads, is_row = self.storage.ring.head[some], buffer_ids is None and not self.table.is_stacked
+        rows = self._step_writer.write(flat, lanes, self._convert_value, is_row=is_row)
         if rows is None:
             return None
         rewards = as_float64(rows[REW])
-        if rewards.shape == (1,):
-            return self.running.add_one(heads.item(), rewards.item(), any(rows[flag].item() for flag in FLAGS))
+        if rewards.shape == (1,) and not self.table.is_stacked:
+            return self.running.add_one(heads.item(), rewards.item(), done.item())
         self.running.shape(rewards.shape[1:])
-        return self.running.add(slice(None), heads, rewards, transitions.ends_of(rows))
+        added = self.running.add(slice(None) if lanes is None else lanes, heads, rewards, done)
+        return self.settle(added, some, done)
+
+    def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
+        if not is_info(name):
+            return as_rows(name, transitions.as_column(name, value, 1), spec)[0]
+        # Columns of infos widen where a value would change.
+        rows, found = as_rows(name, transitions.as_column(name, value, 1), None)
+        is_same = (found.dtype, found.is_bfloat16) == (spec.dtype, spec.is_bfloat16)
+        fits = is_same or not (found.is_bfloat16 or spec.is_bfloat16)
+        return rows if fits and (is_same or widened(rows[:0], rows, spec.dtype) == spec.dtype) else None
 
     def _add_converted(self, batch: Any, buffer_ids: Any) -> Added:
         self.require_room()
@@ -304,6 +323,17 @@ class TransitionIntake(Intake):
             self.table.stand_in = None
 
         return restore
+
+
+def _find_done(batch: Mapping[str, Any], n: int) -> np.ndarray | None:
+    """Where episodes end, bool (n,); None if the flags are no n numbers."""
+    done = np.zeros(n, bool)
+    for name in FLAGS:
+        flags = np.asarray(batch.get(name)).reshape(-1)
+        if flags.size != n or flags.dtype.kind not in "biuf":
+            return None
+        done |= flags != 0
+    return done
 
 
 def as_float64(rewards: Any) -> np.ndarray:

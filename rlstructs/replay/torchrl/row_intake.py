@@ -11,6 +11,7 @@ import torch
 
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.array_dict import ArrayDict
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.given import flat_items
 from rlstructs.replay.intake import ERROR, Intake
 from rlstructs.replay.step_writer import StepWriter
@@ -64,7 +65,7 @@ class RowIntake:
             head, capacity = int(ring.head.item(0)), ring.capacity
             if capacity < parts.storage.max_size and head - int(ring.base.item(0)) >= capacity:
                 return None  # it has to grow
-            if quick.write(row, is_row=True) is None:
+            if quick.write(row, None, self._convert_value, is_row=True) is None:
                 return None
             self.n_written += 1
             if isinstance(parts.sampler, PrioritizedSampler):
@@ -212,6 +213,9 @@ class RowIntake:
         if not is_plain or parts.marks.id_keys(parts.specs) or not parts.store.columns.on_host:
             return False
         return StepWriter(parts.store, parts.marks.end_keys(parts.specs))
+
+    def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
+        return self._intake.as_rows(name, value, spec)[0]
 
     def empty(self, with_count: bool) -> None:
         """Drops every row, and if `with_count` sets `n_written` to 0."""
