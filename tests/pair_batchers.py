@@ -403,7 +403,7 @@ class Course:
         self.load(state, rows, exact)
         self.go_back(marks, exact)
         if begins_anew:
-            self.ledger.lost |= set(range(self.n))
+            self.ledger.lost.update(range(self.n))
         second = [self.turn() for _ in range(N_AGAIN)]
         self.compare(first, second, exact and not begins_anew)
         return None

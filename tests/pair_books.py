@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,7 +119,7 @@ class Ledger:
     Attributes:
         reached: environment -> generation, episode and step that come next.
         renewed: environments that may begin any later episode, because of a reset.
-        lost: environments of workers that may have been replaced: a length of 0 was handed out.
+        lost: environment -> how often its worker may have been replaced: so often a length of 0 was handed out.
         anew: environments that fail by themselves, and are made anew where they do.
         episodes: those that have ended since they were taken: environment, return, length, terminated.
         n_steps: the steps of all environments.
@@ -127,7 +128,7 @@ class Ledger:
 
     reached: dict = field(default_factory=dict)
     renewed: set = field(default_factory=set)
-    lost: set = field(default_factory=set)
+    lost: Counter = field(default_factory=Counter)
     anew: set = field(default_factory=set)
     episodes: list = field(default_factory=list)
     sums: dict = field(default_factory=dict)
@@ -149,7 +150,7 @@ class Ledger:
         for row, env in enumerate(array(batch.info["env_index"]).tolist()):
             length = int(batch.lengths[row])
             if not length:
-                self.lost.add(env)
+                self.lost[env] += 1
                 continue
             self.check(env, tuple(seen[row, 0, GENERATION:DRAW].tolist()))
             generation, episode, step = after[row, length - 1, GENERATION:DRAW].tolist()
@@ -164,11 +165,12 @@ class Ledger:
         """Raises AssertionError unless an environment may go on with this generation, episode and step."""
         wanted = self.reached.get(env, (0, 0, 0))
         is_later = first > wanted and first[2] == 0
-        may_restart = env in self.lost and first[0] > wanted[0] and is_later
-        is_anew = env in self.anew and first[1:] == (0, 0) and first != wanted
+        may_restart = self.lost[env] > 0 and first[0] > wanted[0] and is_later
+        begins = first[2] == 0 and (first[1] == 0 or env in self.renewed)
+        is_anew = env in self.anew and begins and first != wanted
         if first == wanted or may_restart or is_anew or (env in self.renewed and is_later):
             if first[0] > wanted[0] or is_anew:
-                self.lost.discard(env)
+                self.lost[env] = max(self.lost[env] - 1, 0)
                 self.sums.pop(env, None)
             return
         kind = "it comes twice" if first < wanted else "some are missing"
