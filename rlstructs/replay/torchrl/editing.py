@@ -108,10 +108,11 @@ def _put(intake: RowIntake, rows: np.ndarray, values: Mapping[str, Any], new: Co
         marks.are_known |= marks.are_in(new)
     _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
     last = rows.size - 1 - last
-    # This looks at every row, which takes long if there are many.
-    before = marks.read() if marks.are_in(block) else None
+    rows, block = rows[last], {name: column[0][last] for name, column in block.items()}
+    # This looks at every row, which takes long if there are many: only if episodes may change.
+    before = marks.read() if marks.are_changed(block, rows) else None
     for name, column in block.items():
-        parts.store.put(name, rows[last], column[0][last])
+        parts.store.put(name, rows, column)
     if before is not None:
         marks.recompute(*before)
     parts.writer.changed()

@@ -46,6 +46,15 @@ class EpisodeMarks:
         """Whether one of these columns says where episodes end or begin."""
         return bool(self.end_keys(names) or self.id_keys(names))
 
+    def are_changed(self, block: Mapping[str, Any], rows: np.ndarray) -> bool:
+        """Whether values (n, ...) of these rows, by column, would change where episodes end or begin."""
+        names, columns = [*self.end_keys(block), *self.id_keys(block)], self._store.columns
+        held = self._store.gather(names, rows)
+        return any(
+            not np.array_equal(to_host(columns, name, block[name]), to_host(columns, name, values))
+            for name, values in zip(names, held, strict=True)
+        )
+
     def find(self, block: Mapping[str, Any], rows: GivenRows) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Where episodes end and begin in rows that are about to be written, bool (1, n) each; None for nowhere.
 
