@@ -79,12 +79,12 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         action = self.action_space.dtype
         return {
             **observations,
-            ACTIONS: Spec(FLOAT if action == np.float64 else np.dtype(action), (self.action_dim,)),
-            **{name: Spec(FLOAT) for name in (REWARDS, DONES, TIMEOUTS)},
+            ACTIONS: Spec(FLOAT if action == np.float64 else np.dtype(action), (self.action_dim,), 0),
+            **{name: Spec(FLOAT, (), 0) for name in (REWARDS, DONES, TIMEOUTS)},
         }
 
     def _observation_specs(self, name: str) -> dict[str, Spec]:
-        return {name: Spec(np.dtype(self.observation_space.dtype), self.obs_shape)}
+        return {name: Spec(np.dtype(self.observation_space.dtype), self.obs_shape, 0)}
 
     def _split(self, name: str, observation: Any) -> dict[str, Any]:
         """Splits an observation of all environments into columns."""
@@ -201,7 +201,7 @@ class DictReplayBuffer(ReplayBuffer):
 
     def _observation_specs(self, name: str) -> dict[str, Spec]:
         of_key = self.observation_space.spaces
-        return {f"{name}/{key}": Spec(np.dtype(of_key[key].dtype), shape) for key, shape in self.obs_shape.items()}
+        return {f"{name}/{key}": Spec(np.dtype(of_key[key].dtype), shape, 0) for key, shape in self.obs_shape.items()}
 
     def _split(self, name: str, observation: Any) -> dict[str, Any]:
         return {f"{name}/{key}": observation[key] for key in self.obs_shape}
