@@ -49,8 +49,10 @@ class EqualActions:
         steps, rows = trajectories.trajectories, trajectories.info["env_index"].tolist()
         n = [min(length, N_STEPS) for length in trajectories.lengths.tolist()]
         most = max(n, default=0)
-        actions = [t for key, t in steps.items() if key.split("/")[:2] == ["action", "action"]]
-        seen = [t for key, t in steps.items() if key.startswith("observation/") and "last_action" not in key]
+        # By their keys: of a lease, other tensors are copied only if somebody asks for them.
+        keys = list(steps.keys())
+        actions = [steps[key] for key in keys if key.split("/")[:2] == ["action", "action"]]
+        seen = [steps[key] for key in keys if key.startswith("observation/") and "last_action" not in key]
         if not actions or not seen or not most:
             self.is_over = self._n_rollouts >= N_ROLLOUTS
             return

@@ -112,6 +112,8 @@ class Intake:
         """Counts the given rows; returns None for a single row without an axis for rows."""
         name = _choose_first(values)
         array, shape = values[name], self._tensors.spec_of(name).shape if name in self._tensors.dtypes else None
+        if shape is None and array.ndim > 1:
+            return len(array)
         n_data_axes = 1 if shape is None else len(shape)
         if array.ndim == n_data_axes + 1 or (array.ndim == 1 and shape == (1,) and len(array) != 1):
             return len(array)

@@ -12,13 +12,14 @@ from rlstructs.replay.backing import Backing
 from rlstructs.replay.continuity import N_NUMBERS, Continuity
 from rlstructs.replay.ring import HEAD, N_COUNTERS, RESERVED, keep_order
 
-# After the counters of the lanes: how often rows that were there have changed, and whether a program has live tensors.
-REWRITES, EXPOSED = range(2)
-N_NOTES = 2
+# After the counters of the lanes: how often rows that were there have changed, whether a program has live tensors, and
+# how often episodes have changed without new rows.
+REWRITES, EXPOSED, EPISODE_CHANGES = range(3)
+N_NOTES = 3
 
 
 class Counters:
-    """Three int64 for each lane (see `Ring`), three more (see `Continuity`), and two for the store.
+    """Three int64 for each lane (see `Ring`), three more (see `Continuity`), and three for the store.
 
     Args:
         n_lanes: number of lanes.
@@ -48,7 +49,7 @@ class Counters:
 
     @property
     def notes(self) -> np.ndarray:
-        """`REWRITES` and `EXPOSED`, int64, which all processes share."""
+        """`REWRITES`, `EXPOSED` and `EPISODE_CHANGES`, int64, which all processes share."""
         return self._block.bytes().view(np.int64)[-N_NOTES:]
 
     def read(self) -> np.ndarray:

@@ -167,7 +167,7 @@ def nested(name: str, row: Mapping[str, Any]) -> Any:
 def is_nothing(cell: Any) -> bool:
     """Whether a value is None or an empty mapping."""
     value = cell.value if isinstance(cell, Object) else cell
-    return value is None or (isinstance(value, Mapping) and not value)
+    return value is None or (is_mapping(value) and not list(value.keys()))
 
 
 def _column(cells: Sequence[Any]) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.counters import EPISODE_CHANGES
 from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.given import PYTHON
 from rlstructs.replay.ring import keep_order
@@ -217,7 +218,8 @@ class StepWriter:
     def _knows(self, lanes: ndarray | None) -> bool:
         """Whether the open episodes of these lanes are as this writer left them; if not, looks at the store again."""
         some: Any = ALL if lanes is None else lanes
-        if not np.array_equal(self._heads[some], self._seen[some]):
+        is_changed = self._storage.counters.notes[EPISODE_CHANGES] != self._n_changes
+        if is_changed or not np.array_equal(self._heads[some], self._seen[some]):
             self._prepare()
         # Unless workers write, or a writer was killed.
         return self._can_write and np.array_equal(self._heads[some], self._reserved[some])
@@ -262,7 +264,7 @@ class StepWriter:
                 one = np.zeros_like(self._open)
                 one[:, TIME] = 1
                 self._one_step: ndarray = one.view(np.int64)[:, 0]
-            self._seen = ring.head.copy()
+            self._seen, self._n_changes = ring.head.copy(), int(storage.counters.notes[EPISODE_CHANGES])
             self._find_head()
 
     def _make_plan(self, n: int) -> list[_Column]:

@@ -23,7 +23,7 @@ from rlstructs.replay.backing import Backing, Heap, Shared
 from rlstructs.replay.blocks import lead_of
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.copies import CopiedWhole, renew_lock_after_fork
-from rlstructs.replay.counters import REWRITES, Counters
+from rlstructs.replay.counters import EPISODE_CHANGES, REWRITES, Counters
 from rlstructs.replay.episodes import EPISODE, Episodes
 from rlstructs.replay.linked_columns import LinkedColumns
 from rlstructs.replay.ring import ALL, Ring, keep_order
@@ -179,7 +179,7 @@ class Storage(CopiedWhole):
             following: int64 (n_lanes,), what `Continuity.following` returned.
         """
         with self.lock:
-            self._note_change()
+            self._note_change(of_episodes=True)
             self.ring.counters[...] = counters
             self.counters.continuity.restore(following, self.ring.head)
             if episodes is not None:
@@ -200,9 +200,10 @@ class Storage(CopiedWhole):
             other.forget()
         self._quick_writer = weakref.ref(writer)
 
-    def _note_change(self) -> None:
+    def _note_change(self, of_episodes: bool = False) -> None:
         self.counters.check_writable()
         self.version += 1
+        self.counters.notes[EPISODE_CHANGES] += of_episodes
 
     def track_episodes(self) -> Episodes:
         """Records episodes from now on; the rows already in a lane become one episode."""
@@ -219,13 +220,13 @@ class Storage(CopiedWhole):
             episodes = self.track_episodes()
             unfinished = np.arange(self.columns.n_lanes)[lanes][episodes.open_lengths(lanes) > 0]
             if unfinished.size:
-                self._note_change()
+                self._note_change(of_episodes=True)
                 episodes.close(unfinished)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
         with self.lock:
-            self._note_change()
+            self._note_change(of_episodes=True)
             self.track_episodes().rebuild(done)
 
     def write(

@@ -75,7 +75,8 @@ def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as {dtype}; convert it first")
     with np.errstate(over="ignore", invalid="ignore"):
         converted = values.astype(dtype)
-        back = converted.astype(values.dtype)  # numpy would compare an int with a float as floats
+        real = converted if values.dtype.kind == "c" else converted.real
+        back = real.astype(values.dtype)  # numpy would compare an int with a float as floats
     if values.dtype.kind in whole:
         fit = np.array_equal(back, values) and (dtype.kind not in whole or np.array_equal(converted, values))
     else:

@@ -212,7 +212,8 @@ ERRORS = {
     "unknown agent": (["Play/Painted-v0", "--agent", "test_play:x"], "--agent test_play:x: .* has no attribute 'x'"),
     "no agent": (["Play/Painted-v0", "--agent", "test_play:FPS"], "--agent test_play:FPS: must be callable, .* int"),
     "agent of nothing": (
-        ["Play/Painted-v0", "--agent", "builtins:dict"], "--agent builtins:dict: must return an RL_Agent, got dict"
+        ["Play/Painted-v0", "--agent", "builtins:dict"],
+        "--agent builtins:dict: must return an RL_Agent or a torch.nn.Module, got dict",
     ),
     "no episodes": (["Play/Painted-v0", "--episodes", "0"], ".*--episodes: must be at least 1, got 0"),
     "ending": (["Play/Painted-v0", "--video", "x.gif"], r"--video: the name must end in \.mp4, got 'x\.gif'"),

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from frameworks import ON_HOST, make
 
+from rlstructs.errors import SpecError
 from rlstructs.replay import (
     ChunkReplayBuffer,
     DictTensorPrioritizedReplayBuffer,
@@ -209,3 +211,85 @@ def test_a_copy_writes_quickly_to_itself(surface):
         surface.add(copied, row_of(surface, rng))
         assert copied._storage.version == version
         assert content(made) == before and content(copied) != before
+
+
+NOTHING = {"obs": 0.0, "act": 0, "terminated": False, "truncated": False}
+PAIR = {name: np.zeros(2) for name in (*NOTHING, "rew")}
+
+
+def test_an_info_that_a_float_cannot_hold_exactly_is_not_rounded():
+    buffer = ReplayBuffer(9)
+    for x in (0.5, 2**53 + 1):
+        buffer.add({**NOTHING, "rew": 0.0, "info": {"x": x}})
+    assert buffer[1].info.x == 2**53 + 1
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_returns_are_sums_of_the_rewards_as_they_were_given(n):
+    """Also where the column, float32 by the first row, rounds them."""
+    buffer = VectorReplayBuffer(9, n) if n else ReplayBuffer(9)
+    for rew, end in ((np.float32(0), False), (0.1, True)):
+        row = {**NOTHING, "rew": rew, "terminated": end}
+        added = buffer.add({name: np.full(n, value) for name, value in row.items()} if n else row)
+    assert added[1].item() == 0.1
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "gradient"])
+def test_flags_of_any_tensor_end_episodes(kind):
+    flags = torch.ones(2, requires_grad=True) if kind == "gradient" else torch.ones(2).bfloat16()
+    buffer = VectorReplayBuffer(8, 2)
+    for _ in range(2):
+        _, _, lengths, _ = buffer.add({**PAIR, "terminated": flags})
+        assert lengths.tolist() == [1, 1]
+
+
+def test_flags_that_are_no_flags_are_named():
+    buffer = VectorReplayBuffer(8, 2)
+    buffer.add(PAIR)
+    with pytest.raises(SpecError, match="^'terminated'"):
+        buffer.add({**PAIR, "terminated": [[1], [2, 3]]})
+    assert len(buffer) == 2
+
+
+def test_an_empty_info_of_any_batch_makes_no_column():
+    class Bag:  # like tianshou's, it is no Mapping
+        def __init__(self, **items):
+            self._items = items
+
+        def keys(self):
+            return self._items.keys()
+
+        def __getitem__(self, name):
+            return self._items[name]
+
+    for info in (Bag(), Bag(a=Bag()), {}):
+        buffer = ReplayBuffer(9)
+        for _ in range(2):
+            buffer.add(Bag(**NOTHING, rew=0.0, info=info))
+        assert sorted(buffer._storage.columns.specs) == sorted([*NOTHING, "rew"])
+
+
+def test_a_value_without_a_tensor_says_how_many_rows_come_whatever_its_axes():
+    memory = make("torch", 4, 2, {"x": ("float32", (1,))})
+    for turn in range(2):
+        memory.add_samples(x=torch.full((2, 1), float(turn)), observations=torch.ones(2, 3, 4))
+    assert memory.tensors["x"][:2, :, 0].tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("change", ["set", "end"])
+def test_another_process_may_change_episodes_of_a_shared_memory(change):
+    """It moves no head: a writer that remembers open episodes has to look."""
+    memory = make("torch", 6, 2, {"x": ("float32", (1,)), "terminated": ("bool", (1,))})
+    memory.share_memory()
+    row = {"x": torch.ones(2, 1), "terminated": torch.zeros(2, 1, dtype=torch.bool)}
+    for _ in range(3):
+        memory.add_samples(**row)
+    other = pickle.loads(ForkingPickler.dumps(memory))  # what a process that is started with it gets
+    if change == "set":
+        other.set_tensor_by_name("terminated", torch.ones(6, 2, 1, dtype=torch.bool))
+    else:
+        other._storage.end_episodes()
+    memory.add_samples(**row)
+    storage = memory._storage
+    times = storage.episodes.times(storage.span().by_lane(1)[0]).reshape(2, 4)
+    assert times[:, 3].tolist() == [0, 0]

@@ -104,7 +104,8 @@ class TransitionIntake(Intake):
         rows = self._step_writer.write(flat, lanes, self._convert_value, is_row=is_row)
         if rows is None:
             return None
-        rewards = as_float64(rows[REW])
+        rewards = as_float64(flat[REW])  # not as the column has rounded them
+        rewards = rewards[None] if is_row else rewards
         if rewards.shape == (1,) and not self.table.is_stacked:
             return self.running.add_one(heads.item(), rewards.item(), done.item())
         self.running.shape(rewards.shape[1:])
@@ -118,7 +119,9 @@ class TransitionIntake(Intake):
         rows, found = as_rows(name, transitions.as_column(name, value, 1), None)
         is_same = (found.dtype, found.is_bfloat16) == (spec.dtype, spec.is_bfloat16)
         fits = is_same or not (found.is_bfloat16 or spec.is_bfloat16)
-        return rows if fits and (is_same or widened(rows[:0], rows, spec.dtype) == spec.dtype) else None
+        # numpy takes None for float64 where it compares dtypes.
+        wide = None if is_same or not fits else widened(rows[:0], rows, spec.dtype)
+        return rows if is_same or (wide is not None and wide == spec.dtype) else None
 
     def _add_converted(self, batch: Any, buffer_ids: Any) -> Added:
         self.require_room()
@@ -329,7 +332,10 @@ def _find_done(batch: Mapping[str, Any], n: int) -> np.ndarray | None:
     """Where episodes end, bool (n,); None if the flags are no n numbers."""
     done = np.zeros(n, bool)
     for name in FLAGS:
-        flags = np.asarray(batch.get(name)).reshape(-1)
+        try:
+            flags = host_array(name, batch.get(name)).reshape(-1)
+        except SpecError:
+            return None
         if flags.size != n or flags.dtype.kind not in "biuf":
             return None
         done |= flags != 0
