@@ -37,6 +37,8 @@ MAIN_MODULES = ("__main__", SPAWNED_MAIN)
 # Packages whose objects are plain data that can be sent if it is small.
 DATA_PACKAGES = sys.stdlib_module_names - {"multiprocessing", "asyncio", "socket"}
 DATA_PACKAGES |= {"numpy", "torch", "gymnasium", "cloudpickle", *MAIN_MODULES}
+# Objects of this package, such as what stands for the script, are sent too.
+OWN_PACKAGE = "rlstructs.workers"
 # Types whose equal values are interchangeable: it does not matter whether two names share one object.
 INTERCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, types.ModuleType)
 
@@ -291,7 +293,8 @@ class _EntryPickler(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if not issubclass(kind, (type, types.FunctionType)):
-            if str(kind.__module__).partition(".")[0] not in DATA_PACKAGES:
+            module = str(kind.__module__)
+            if module.partition(".")[0] not in DATA_PACKAGES and not module.startswith(OWN_PACKAGE):
                 raise _NotSent(f"it is, or holds, a {kind.__module__}.{kind.__qualname__}, which is not sent unasked")
             if _count_bytes(obj) > MAX_BYTES:
                 raise _NotSent("it is too large to be sent to workers unasked")
