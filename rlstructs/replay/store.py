@@ -123,8 +123,7 @@ class Storage(CopiedWhole):
     @property
     def nbytes(self) -> int:
         """Bytes of columns and bookkeeping."""
-        episodes = 0 if self.episodes is None else self.episodes.nbytes
-        return self.columns.nbytes + episodes + self.ring.counters.nbytes
+        return self.columns.nbytes + self.ring.counters.nbytes + (0 if self.episodes is None else self.episodes.nbytes)
 
     def add_columns(self, specs: Mapping[str, Spec], linked: Mapping[str, str] | None = None) -> None:
         """Adds columns; all of their rows are unwritten.
