@@ -248,16 +248,20 @@ class GymEnv(RowDefaults):
             fresh: first observations of those that were reset.
             gone: rows of environments that failed: whether in the reset that followed, not in the step.
         """
-        failed = [row for row, in_reset in gone.items() if not in_reset]
-        unreset = [row for row, in_reset in gone.items() if in_reset]
-        ends = [row for row, _, _ in ended]
-        leaving = failed + (unreset if self._autoreset else ends)
-        kept = np.delete(np.arange(running.size), leaving) if leaving else None
-        if kept is not None:
-            self._set_running(running[kept])
-        rows = np.array([row for row in ends if row not in unreset] if self._autoreset else [], np.int64)
-        first = self._fresh.fill(fresh, rows) if rows.size else None
-        return Step(after, rows, first, kept, failed=np.array(failed, np.int64))
+        rows = np.array([row for row, _, _ in ended], np.int64)
+        if not gone:  # as nearly always
+            if self._autoreset:
+                return Step(after, rows, self._fresh.fill(fresh, rows), None)
+            leaving, failed, first = rows, NO_ROWS, None
+        else:
+            failed = np.array([row for row, in_reset in gone.items() if not in_reset], np.int64)
+            unreset = np.array([row for row, in_reset in gone.items() if in_reset], np.int64)
+            leaving = np.concatenate([failed, unreset if self._autoreset else rows])
+            rows = np.setdiff1d(rows, unreset)
+            first = self._fresh.fill(fresh, rows) if self._autoreset and rows.size else None
+        kept = np.delete(np.arange(running.size), leaving)
+        self._set_running(running[kept])
+        return Step(after, rows if self._autoreset else NO_ROWS, first, kept, failed=failed)
 
     def close(self) -> None:
         """Closes every environment, even if some raise; then raises the first error."""
