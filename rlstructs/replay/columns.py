@@ -23,6 +23,8 @@ from rlstructs.replay.widening import cast
 MOST_GATHERINGS = 64
 # Bytes of a column that are read from a file at a time.
 BYTES_AT_ONCE = 1 << 24
+# What `_map` makes anew, and a store.
+MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate"])
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
@@ -374,6 +376,9 @@ class Columns(RowIds):
     ) -> None:
         """Writes the linked columns; here there are none."""
 
+    def write_step(self, values: Mapping[str, np.ndarray], head: int) -> None:
+        """Does the same for one row of each lane, all of which have this head."""
+
     def own(self, value: Any, spec: Spec) -> Any:
         """Returns a value that a column of this spec takes without passing through the host; otherwise None."""
         return None
@@ -412,7 +417,7 @@ class Columns(RowIds):
         return self.converted(name, values, spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("flat", "cells", "ring", "_gatherings")}
+        return {key: value for key, value in vars(self).items() if key not in MAPPED}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

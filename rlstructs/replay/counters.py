@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ class Counters:
         self._block = backing.allocate("counters", ((N_COUNTERS + N_NUMBERS) * n_lanes + N_NOTES) * 8)
         self.shown: np.ndarray | None = None
         self._settle: Callable[[], None] | None = None
+        self._map()
+
+    def _map(self) -> None:
+        # `REWRITES`, `EXPOSED` and `EPISODE_CHANGES`, int64, which all processes share.
+        self.notes: np.ndarray = self._block.bytes().view(np.int64)[-N_NOTES:]
 
     @property
     def shared(self) -> np.ndarray:
@@ -46,11 +51,6 @@ class Counters:
 
     def _of_lanes(self) -> np.ndarray:
         return self._block.bytes().view(np.int64)[:-N_NOTES].reshape(N_COUNTERS + N_NUMBERS, -1)
-
-    @property
-    def notes(self) -> np.ndarray:
-        """`REWRITES`, `EXPOSED` and `EPISODE_CHANGES`, int64, which all processes share."""
-        return self._block.bytes().view(np.int64)[-N_NOTES:]
 
     def read(self) -> np.ndarray:
         """The counters that this process reads by, int64 (3, n_lanes)."""
@@ -84,7 +84,18 @@ class Counters:
         before = self._block.bytes()
         block = backing.allocate("counters", before.nbytes)
         block.bytes()[...] = before
-        return lambda: setattr(self, "_block", block)
+
+        def move() -> None:
+            self._block = block
+            self._map()
+
+        return move
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "shown": None, "_settle": None}
+        state = {**vars(self), "shown": None, "_settle": None}
+        del state["notes"]
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()

@@ -135,7 +135,9 @@ class Episodes:
         every = np.arange(self.columns.n_lanes)[lanes]
         self.set_lengths(every, self.open_lengths(lanes), np.zeros_like(every), 0)
 
-    def set_lengths(self, lanes: np.ndarray, before: np.ndarray, totals: np.ndarray, n_new: Any) -> None:
+    def set_lengths(
+        self, lanes: np.ndarray, before: np.ndarray, totals: np.ndarray, n_new: Any, heads: Any = None
+    ) -> None:
         """Sets the lengths of the newest episodes of n lanes, for those of their rows that stay.
 
         Args:
@@ -143,30 +145,32 @@ class Episodes:
             before: int (n,), how many rows the episodes have.
             totals: int (n,), their lengths; 0 for those that go on.
             n_new: int or int (n,), how many rows are being written after them.
+            heads: int or int (n,), the end of their rows; None for the heads of the lanes.
         """
-        ring = self.columns.ring
-        heads = ring.head[lanes]
-        if lanes.size <= FEW:
-            cells, n_news = self.columns.cells[EPISODE], np.broadcast_to(n_new, heads.shape).tolist()
-            places = zip(lanes.tolist(), heads.tolist(), before.tolist(), totals.tolist(), n_news, strict=True)
-            for lane, head, n_before, total, n_after in places:
-                count = max(0, min(n_before, ring.capacity - n_after))
-                start = (head - count) % ring.capacity
-                cells[lane, start : start + count, LENGTH] = total
-                cells[lane, : max(0, start + count - ring.capacity), LENGTH] = total
+        capacity, n = self.columns.ring.capacity, lanes.size
+        heads = self.columns.ring.head[lanes] if heads is None else heads
+        if n <= FEW:
+            lengths = self.columns.cells[EPISODE][..., LENGTH]
+            several = [each.tolist() if isinstance(each, np.ndarray) else [each] * n for each in (heads, n_new)]
+            places = zip(lanes.tolist(), before.tolist(), totals.tolist(), *several, strict=True)
+            for lane, n_before, total, head, n_after in places:
+                count = max(0, min(n_before, capacity - n_after))
+                start = (head - count) % capacity
+                lengths[lane, start : start + count] = total
+                if start + count > capacity:
+                    lengths[lane, : start + count - capacity] = total
             return
-        counts = heads - np.maximum(heads - before, heads + n_new - ring.capacity)
-        counts = np.maximum(counts, 0)
+        counts = np.maximum(heads - np.maximum(heads - before, heads + n_new - capacity), 0)
         # Of each row that stays: which of the lanes it is of, and how many of its rows come before it.
         ordinal = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         steps = np.repeat(heads - counts, counts) + ordinal
         rows = self.columns.at_steps(np.repeat(lanes, counts), steps)
         self.columns.flat[EPISODE][rows, LENGTH] = np.repeat(totals, counts)
 
-    def close(self, lanes: np.ndarray) -> None:
-        """Ends the unfinished episodes of these lanes, int64 (n,), at their newest rows."""
-        before = self.open_lengths(lanes)
-        self.set_lengths(lanes, before, before, 0)
+    def close(self, lanes: np.ndarray, n_steps: np.ndarray | None = None) -> None:
+        """Ends the unfinished episodes of these lanes, int64 (n,), at their newest rows; `n_steps` long if known."""
+        n_steps = self.open_lengths(lanes) if n_steps is None else n_steps
+        self.set_lengths(lanes, n_steps, n_steps, 0)
 
     def rebuild(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""

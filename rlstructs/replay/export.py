@@ -74,6 +74,8 @@ class Exporter:
 
     def _converted(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> list[Any]:
         if self.framework == "numpy":
+            if not any(spec.is_bfloat16 for spec in specs.values()):  # nearly always, and then all are of numpy
+                return [a if type(a) is np.ndarray else _host(a, specs.get(name)) for name, a in arrays.items()]
             return [_to_numpy(array, specs.get(name)) for name, array in arrays.items()]
         bits = {name for name in arrays if name in specs and specs[name].is_bfloat16}
         host = {name: _host(array, specs.get(name)) for name, array in arrays.items()}

@@ -28,13 +28,13 @@ def plain_items(batch: Any) -> dict[str, Any] | None:
     That is a key that is no string or is given twice, and lists or arrays of mappings.
     """
     flat: dict[str, Any] = {}
-    for key in batch.keys():  # noqa: SIM118 - not every batch iterates over its keys
-        value = batch[key]
+    items = getattr(batch, "items", None)
+    for key, value in items() if callable(items) else [(key, batch[key]) for key in batch.keys()]:  # noqa: SIM118
         kind = type(value)
         if type(key) is not str or key in flat:
             return None
         if kind is np.ndarray or kind is torch.Tensor:  # first, as nearly all are
-            if kind is np.ndarray and value.dtype == object:
+            if kind is np.ndarray and value.dtype == object and are_mappings(value):
                 return None
             flat[key] = value
         elif kind is dict or is_mapping(value):

@@ -18,6 +18,8 @@ from rlstructs.replay.objects import as_object, objects_in, objects_of
 from rlstructs.replay.values import host_array
 from rlstructs.replay.widening import is_exact, is_too_wide, widened
 
+# Types of values that are no numbers, and need no copy.
+TEXTS = (str, bytes, type(None))
 NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
@@ -56,6 +58,29 @@ def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]
         return {name: _rows(name, value, owner)}
     parts = [info_items(f"{name}/{key}", value[key], n_axes, owner) for key in value.keys()]  # noqa: SIM118
     return _join(parts, owner)
+
+
+def info_objects(name: str, value: np.ndarray, n_axes: int) -> np.ndarray:
+    """Converts one info that is no mapping for a column of objects, (n,).
+
+    Args:
+        name: of the column.
+        value: (n, ...), or for `n_axes` 0 an array of one object, the info.
+        n_axes: as of `info_items`.
+    """
+    if n_axes:
+        values = _rows(name, value, name)
+    elif type(value[0]) in TEXTS:
+        return value
+    else:
+        values = _column([_cell(name, value[0])])
+    return values if values.dtype == object else objects_in(values, 1)
+
+
+def has_empty(info: Any) -> bool:
+    """Whether an info has an empty mapping in it."""
+    inside = [info[key] for key in info.keys()] if is_mapping(info) else ()  # noqa: SIM118
+    return any(is_mapping(each) and (not each.keys() or has_empty(each)) for each in inside)
 
 
 def _is_nested(value: Any) -> bool:

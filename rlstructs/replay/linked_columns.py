@@ -23,6 +23,8 @@ from rlstructs.replay.row_ids import LANE
 SMALLEST = 256
 # Stands for no step.
 NONE = -2
+# Bytes -> numbers that differ where a bit does.
+BITS = {width: np.dtype(f"u{width}") for width in (1, 2, 4, 8)}
 # Values (n, *shape) of some rows, in pieces: the number of the first, and the values.
 Values = Iterable[tuple[int, np.ndarray]]
 
@@ -72,6 +74,17 @@ class LinkedColumns(Columns):
         self.links: dict[str, Link] = {}
         super().__init__(n_lanes, capacity, order, backing)
 
+    def _map(self) -> None:
+        super()._map()
+        self._separate: dict[str, np.ndarray] = {}  # name -> (n_rows, *shape), filled by `_separate_rows`
+
+    def _separate_rows(self, name: str) -> np.ndarray:
+        """The memory of a linked column, `(n_rows, *shape)`."""
+        rows = self._separate.get(name)
+        if rows is None:
+            rows = self._separate[name] = self._rows_of(name)
+        return rows
+
     @property
     def nbytes(self) -> int:
         """Bytes of all columns; of linked columns only what is not stored through their sources."""
@@ -89,6 +102,7 @@ class LinkedColumns(Columns):
         self.layout += 1
         # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
         self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
+        self._separate.pop(name, None)
         self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
         self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}
         self.layout += 1
@@ -171,7 +185,26 @@ class LinkedColumns(Columns):
         different = _differ(values, following)
         self.links[name].is_separate[rows] = different
         if different.any():
-            self._rows_of(name)[rows[different]] = values[different]
+            self._separate_rows(name)[rows[different]] = values[different]
+
+    def write_step(self, values: Mapping[str, np.ndarray], head: int) -> None:
+        """Does what `write_links` does for one row of each lane; all lanes have this head.
+
+        Args:
+            values: name -> `(n_lanes, *shape)`, of linked columns and their sources.
+            head: of all lanes.
+        """
+        lanes = np.arange(self.n_lanes)
+        rows = self.rows(lanes, (head - 1) % self.capacity)
+        for name, link in self.links.items():
+            value, following = values[name], values[link.source]
+            newest = next((at for at in (0, 1) if (link.steps[at] == head - 1).all()), None)
+            if newest is None:
+                self._write_link(name, lanes, value[:, None], following[:, None])
+                continue
+            self._store(name, rows, link.waiting[newest], following)
+            link.waiting[1 - newest] = value
+            link.steps[1 - newest] = head
 
     def gather_linked(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """Does what `gather` does, also for linked columns; a lock must keep writers away."""
@@ -183,7 +216,7 @@ class LinkedColumns(Columns):
         [values] = self.gather([link.source], self.shifted(ids, 1))
         is_separate = link.is_separate[ids]
         if is_separate.any():
-            values[is_separate] = self._rows_of(name)[ids[is_separate]]
+            values[is_separate] = self._separate_rows(name)[ids[is_separate]]
         newest, lanes = self._find_newest(ids)
         if lanes.size:
             values[newest] = link.waiting[link.find_newest(self.ring.head, lanes), lanes]
@@ -211,7 +244,7 @@ class LinkedColumns(Columns):
     def _replace_link(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
         link, (newest, lanes) = self.links[name], self._find_newest(rows)
         link.is_separate[rows] = ~newest
-        self._rows_of(name)[rows[~newest]] = values[~newest]
+        self._separate_rows(name)[rows[~newest]] = values[~newest]
         link.waiting[link.find_newest(self.ring.head, lanes), lanes] = values[newest]
 
     def link_arrays(self, name: str) -> dict[str, np.ndarray]:
@@ -225,7 +258,7 @@ class LinkedColumns(Columns):
         rows = np.flatnonzero(link.is_separate)
         at = np.stack(self.places(rows), axis=1)
         newest = link.waiting[link.find_newest(self.ring.head, every), every]
-        return {"at": at, "values": self._rows_of(name)[rows], "newest": newest}
+        return {"at": at, "values": self._separate_rows(name)[rows], "newest": newest}
 
     def restore_link(self, name: str, arrays: Mapping[str, np.ndarray], values: Values, head: np.ndarray) -> None:
         """Restores a linked column from what `link_arrays` returned.
@@ -242,7 +275,7 @@ class LinkedColumns(Columns):
         link.is_separate[rows[fits]] = True
         for start, piece in values:
             part = slice(start, start + len(piece))
-            self._rows_of(name)[rows[part][fits[part]]] = piece[fits[part]]
+            self._separate_rows(name)[rows[part][fits[part]]] = piece[fits[part]]
         link.waiting[0], link.steps[0], link.steps[1] = arrays["newest"], head - 1, NONE
 
 
@@ -308,7 +341,8 @@ def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Which rows differ in any bit, bool (n,): NaN is equal to itself, and 0.0 not to -0.0."""
     if not a.size:
         return np.zeros(len(a), bool)
-    a, b = (np.ascontiguousarray(x).reshape(len(x), -1).view(np.uint8) for x in (a, b))
-    width = 8 if a.shape[1] % 8 == 0 else 1
-    differs: np.ndarray = (a.view(f"u{width}") != b.view(f"u{width}")).any(axis=1)
+    n, n_bytes = len(a), a.nbytes // len(a)
+    bits = BITS[next(width for width in (8, 4, 2, 1) if n_bytes % width == 0)]
+    a, b = (np.ascontiguousarray(x).reshape(n, -1).view(bits) for x in (a, b))
+    differs: np.ndarray = np.logical_or.reduce(a != b, axis=1)
     return differs

@@ -104,7 +104,7 @@ def objects_of(values: Iterable[Any]) -> np.ndarray:
     listed = list(values)
     found = np.empty(len(listed), object)
     for at, value in enumerate(listed):
-        found[at] = as_object(value)
+        found[at] = value if type(value) in IMMUTABLE else as_object(value)
     return private_rows(found)
 
 

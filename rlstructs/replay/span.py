@@ -73,7 +73,7 @@ class Span:
         """The row ids of row numbers, each in [0, total)."""
         if self.aligned:
             return self.columns.numbered(index, self._low, self._high - self._low)
-        return _numbered(self.columns, self._low, self.counts(), index)
+        return numbered(self.columns, self._low, self.counts(), index)
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` row ids, each row as likely as any other."""
@@ -85,7 +85,7 @@ class Span:
         """The row ids of all rows from the steps `since` (n_lanes,) on."""
         low = np.maximum(self.low, since)
         counts = np.maximum(self.head - low, 0)
-        return _numbered(self.columns, low, counts, np.arange(int(counts.sum())))
+        return numbered(self.columns, low, counts)
 
     def steps(self, rows: np.ndarray) -> np.ndarray:
         """The steps of row ids, int64."""
@@ -145,9 +145,10 @@ def _places(lanes: np.ndarray) -> np.ndarray:
     return np.asarray(np.arange(lanes.size) - np.searchsorted(lanes, lanes))
 
 
-def _numbered(columns: RowIds, low: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The row ids of row numbers, which count `counts` rows of each lane from the step `low` on."""
+def numbered(columns: RowIds, low: np.ndarray, counts: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
+    """The row ids of row numbers, which count `counts` rows of each lane from the step `low` on; None for all."""
     ends = np.cumsum(counts)
+    index = np.arange(ends[-1]) if index is None else index
     lanes = np.searchsorted(ends, index, side="right")
     steps = low[lanes] + index - (ends - counts)[lanes]
     return columns.at_steps(lanes, steps)

@@ -10,22 +10,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy import ndarray
 from torch import Tensor
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.counters import EPISODE_CHANGES
-from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
-from rlstructs.replay.given import PYTHON
+from rlstructs.replay.episodes import EPISODE, TIME
 from rlstructs.replay.ring import keep_order
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import host_array
+from rlstructs.replay.values import host_array, view_tensor
 
-# What no array of numbers has: bits of bfloat16 are always converted.
+# What no array has: bits of bfloat16 are always converted, and objects copied.
 NONE = np.dtype(np.void)
+# In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
+ROW, KEPT = -1, object()
+ONE = np.ones(1, bool)
 add = np.add  # looking up names is part of what a write costs
 
 # Converts a value for a column: (name, value, its spec) -> an array that the column takes after a cast without loss.
@@ -33,13 +34,20 @@ Convert = Callable[[str, Any, Spec], Any]
 
 
 class _Column(NamedTuple):
-    """A column of a plan for n rows."""
+    """A column of a plan.
+
+    Attributes:
+        shape: of what is written to it, with an axis for lanes unless the plan is of `ROW`.
+        unwritten: its value where it is omitted.
+        limits: Python type -> the range of such numbers that are written as they are.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     is_end: bool
     unwritten: Any
+    limits: Mapping[type, tuple[Any, Any]]
 
 
 class StepWriter:
@@ -48,14 +56,19 @@ class StepWriter:
     Args:
         storage: the store.
         ends: columns that end an episode where they are not zero, if the store has them.
+
+    Attributes:
+        done: which of the rows that were written last end an episode, bool (n,); None for none of them.
     """
 
     def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
         self._storage = storage
         self._every_end = tuple(ends)
         self._version = -1  # the store's when `_prepare` was called, and after each write
+        self._layout: tuple[Any, ...] = ()  # of the columns that the plans are for
         self._head: int | None = None  # of all lanes, if they are in step
-        self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns; empty if nothing can be written
+        self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns
+        self.done: ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The rest follows from them.
@@ -91,13 +104,11 @@ class StepWriter:
         storage = self._storage
         if self._version != storage.version:
             self._prepare()
-        if is_row:
-            tensors = self._one_row(tensors, convert is not None) or {}
-        n = self._n_lanes if lanes is None else lanes.size
+        n = ROW if is_row else self._n_lanes if lanes is None else lanes.size
         plan = self._plans.get(n)
         if plan is None:
             plan = self._make_plan(n)
-        if not plan or not tensors or not (fills or len(tensors) == len(plan)):
+        if not self._can_write or not tensors or not (fills or len(tensors) == len(plan)):
             return None
         try:
             values, ended = self._take(plan, tensors, convert, fills, live)
@@ -109,111 +120,137 @@ class StepWriter:
             if self._version != storage.version or not (storage.is_private or self._knows(lanes)):
                 return None
             self._version = -1  # until all is done, in case of Ctrl-C
+            self.done = None if not ended else ONE if is_row else _find_done(ended)
             if lanes is None and self._head is not None:
-                self._write_block(values, ended)
+                self._write_block(self._flat if is_row else self._rows, values)
             else:
-                self._write_lanes(values, ALL if lanes is None else lanes, ended)
+                self._write_lanes(values, ALL if lanes is None else lanes)
             self._version = storage.version
         return tensors
 
     def _take(
-        self,
-        plan: list[_Column],
-        tensors: Mapping[str, Any],
-        convert: Convert | None,
-        fills: bool,
+        self, plan: list[_Column], tensors: Mapping[str, Any], convert: Convert | None, fills: bool,
         live: Collection[str],
-    ) -> tuple[list[Any] | None, list[Any]]:
-        """Converts a row: the value of each column, None for live ones; and the marks of ends that are not all zero."""
+    ) -> tuple[list[Any] | None, list[Any]]:  # fmt: skip
+        """Converts a row: the value of each column, or `KEPT`; and the marks of ends that are not all zero."""
         values: list[Any] = []
         ended: list[Any] = []
         n_missing = 0
-        for name, shape, dtype, is_end, unwritten in plan:
+        for name, shape, dtype, is_end, unwritten, limits in plan:
             value: Any = tensors.get(name)
-            if type(value) is not ndarray:
-                if type(value) is Tensor:
-                    try:
-                        value = value.numpy()
-                    except (RuntimeError, TypeError):  # it has a gradient or is on another device
-                        pass
-                elif value is None:
-                    n_missing += 1
-                    if name in live and is_end:
-                        return None, ended
-                    values.append(None if name in live else unwritten)
-                    continue
+            kind = type(value)
+            if kind is Tensor:
+                array = view_tensor(value)
+                value = value if array is None else array
+            elif value is None:
+                n_missing += 1
+                if name in live and is_end:
+                    return None, ended
+                values.append(KEPT if name in live else unwritten)
+                continue
+            elif limits and kind is not ndarray and _is_number_of(dtype, value, limits):
+                if is_end and value:
+                    ended.append(value)
+                values.append(value)
+                continue
             # A pickled dtype is equal, but another object.
             is_array = type(value) is ndarray and value.shape == shape
             if not is_array or (value.dtype is not dtype and value.dtype != dtype):
-                if convert is None:
-                    return None, ended
-                spec = self._storage.columns.specs[name]
-                value = convert(name, value, spec)
+                value = None if convert is None else self._convert(name, value, shape, convert)
                 if value is None:
                     return None, ended
-                value = self._storage.columns.fitted(name, value, shape[:1], spec)
             if is_end and value.tobytes().count(0) != value.nbytes:
                 ended.append(value)
             values.append(value)
-        if n_missing and (not fills or n_missing == len(plan)):
+        if n_missing and (not fills or n_missing == len(plan) or self._linked):
             return None, ended
         return values, ended
 
-    def _write_block(self, values: list[Any], ended: list[Any]) -> None:
-        """Writes to all lanes, which are in step."""
+    def _convert(self, name: str, value: Any, shape: tuple[int, ...], convert: Convert) -> Any:
+        """Converts a value of a column to this shape; None if it cannot be."""
+        columns, spec = self._storage.columns, self._storage.columns.specs[name]
+        is_row = len(shape) == len(spec.shape)
+        if is_row:
+            if spec.is_object:
+                one = np.empty(1, object)
+                one[0] = value
+                value = one
+            else:
+                value = (value if isinstance(value, (ndarray, Tensor)) else host_array(name, value))[None]
+        value = convert(name, value, spec)
+        if value is None:
+            return None
+        value = columns.fitted(name, value, (1,) if is_row else shape[:1], spec)
+        return value[0] if is_row else value
+
+    def _write_block(self, places: list[ndarray], values: list[Any]) -> None:
+        """Writes to slots of `places`, those of all lanes, which are in step."""
         head = self._head
         assert head is not None
         slot, following = head % self._capacity, head + 1
         self._reserved.fill(following)
         keep_order()
-        for rows, value in zip(self._rows, values):  # noqa: B905 - linked columns, the last, have none
-            if value is not None:
+        for rows, value in zip(places, values):  # noqa: B905 - linked columns, the last, have none
+            if value is not KEPT:
                 rows[slot] = value
         if self._linked:
-            links = {name: values[at][:, None] for name, at in self._linked}
-            self._storage.columns.write_links(links, ALL, 1)
+            n = self._n_lanes
+            links = {name: np.reshape(values[at], (n, *shape)) for name, at, shape in self._linked}
+            self._storage.columns.write_step(links, head)
         if self._has_episodes:
             open_pairs = self._open_pairs
             self._pairs[slot] = open_pairs
             add(open_pairs, self._one_step, open_pairs)
-            if ended:
-                self._end(self._every_lane, ended)
+            if self.done is not None:
+                self._end(self._every_lane[self.done], following)
         keep_order()
         self._heads.fill(following)
         self._head = following
         self._seen.fill(following)
 
-    def _write_lanes(self, values: list[Any], lanes: Any, ended: list[Any]) -> None:
+    def _write_lanes(self, values: list[Any], lanes: Any) -> None:
         """Writes to some lanes, or to lanes that are not in step."""
         columns, heads = self._storage.columns, self._heads[lanes]
-        rows = columns.at_steps(lanes, heads)
-        self._reserved[lanes] = heads + 1
+        rows, following = columns.at_steps(lanes, heads), heads + 1
+        self._reserved[lanes] = following
         keep_order()
         for flat, value in zip(self._flat, values):  # noqa: B905 - see `_write_block`
-            if value is not None:
+            if value is not KEPT:
                 flat[rows] = value
         if self._linked:
-            columns.write_links({name: values[at][:, None] for name, at in self._linked}, lanes, 1)
+            n = heads.size
+            links = {name: np.reshape(values[at], (n, 1, *shape)) for name, at, shape in self._linked}
+            columns.write_links(links, lanes, 1)
         if self._has_episodes:
             self._flat_pairs[rows] = self._open_pairs[lanes]
             self._open_pairs[lanes] += self._one_step[lanes]
-            if ended:
-                self._end(self._every_lane[lanes], ended)
+            if self.done is not None:
+                self._end(self._every_lane[lanes][self.done], following[self.done])
         keep_order()
-        self._heads[lanes] = self._seen[lanes] = heads + 1
+        self._heads[lanes] = self._seen[lanes] = following
         self._find_head()
 
-    def _end(self, lanes: ndarray, ended: list[Any]) -> None:
-        """Ends the episodes of those lanes (n,) in which one of the marks (n, ...) is not zero; before heads rise."""
-        episodes, n = self._storage.episodes, len(lanes)
+    def _end(self, lanes: ndarray, heads: Any) -> None:
+        """Ends the episodes of these lanes before `heads`, to which their heads will rise."""
+        episodes = self._storage.episodes
         assert episodes is not None
-        done = np.logical_or.reduce([(marks != 0).reshape(n, -1).any(1) for marks in ended])
-        lanes = lanes[done]
         totals = self._open[lanes, TIME]
-        rows = episodes.columns.at_steps(lanes, self._heads[lanes])
-        self._flat_episodes[rows, LENGTH] = totals
-        episodes.set_lengths(lanes, totals - 1, totals, 1)
+        episodes.set_lengths(lanes, totals, totals, 0, heads)
         self._open[lanes, TIME] = 0
+
+    def end_episodes(self, lanes: slice | ndarray = ALL, longest: int = 1) -> None:
+        """Ends the unfinished episodes of these lanes that have at least `longest` steps, at their newest rows."""
+        storage = self._storage
+        with storage.lock:
+            if self._version != storage.version or not storage.is_private:
+                self._prepare()
+            n_steps = self._open[lanes, TIME]
+            is_ended = n_steps >= longest
+            if is_ended.any():
+                self._version = -1
+                storage.end_episodes(lanes, n_steps * is_ended)
+                self._open[lanes, TIME] = n_steps * ~is_ended
+                self._n_changes, self._version = int(storage.counters.notes[EPISODE_CHANGES]), storage.version
 
     def _knows(self, lanes: ndarray | None) -> bool:
         """Whether the open episodes of these lanes are as this writer left them; if not, looks at the store again."""
@@ -234,109 +271,74 @@ class StepWriter:
         with storage.lock:
             storage.hand_over_to(self)
             self._version = storage.version
-            ring, self._n_lanes, self._capacity = storage.ring, columns.n_lanes, columns.capacity
-            self._reserved, self._heads = ring.reserved, ring.head
-            self._can_write = (
-                columns.on_host
-                and storage.counters.shown is None
-                and (not storage.is_private or bool((ring.reserved == ring.head).all()))
-                and not columns.has_objects
-            )
-            self._plans = {}
-            names = list(columns.flat) if self._can_write else []
-            self._one_row = OneRow({name: columns.specs[name] for name in [*names, *columns.links]})
-            # The linked columns and their sources, and where their values are among all.
-            linked = {*columns.links, *(link.source for link in columns.links.values())}
-            every = [*names, *columns.links]
-            self._linked: list[tuple[str, int]] = [(name, at) for at, name in enumerate(every) if name in linked]
-            self._flat = [columns.flat[name] for name in names]
-            self._rows = [columns.cells[name].swapaxes(0, 1) for name in names]
-            self._every_lane = np.arange(self._n_lanes)
-            self._has_episodes: bool = storage.episodes is not None
+            layout = (columns, columns.layout, storage.ring, storage.episodes)
+            if self._layout != layout:
+                self._layout = layout
+                self._find_columns()
+            ring = storage.ring
+            self._can_write = columns.on_host and storage.counters.shown is None
+            self._can_write &= not storage.is_private or bool((ring.reserved == ring.head).all())
             if storage.episodes is not None:
-                # Pairs of time and length, of int32 and as one int64 each.
-                self._flat_episodes = storage.episodes.columns.flat[EPISODE]
-                self._flat_pairs: ndarray = self._flat_episodes.view(np.int64)[..., 0]
-                self._pairs: ndarray = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1).view(np.int64)[..., 0]
-                self._open = np.zeros((self._n_lanes, 2), np.int32)  # those of the next rows
                 self._open[:, TIME] = storage.episodes.open_lengths(ALL)
-                self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
-                one = np.zeros_like(self._open)
-                one[:, TIME] = 1
-                self._one_step: ndarray = one.view(np.int64)[:, 0]
             self._seen, self._n_changes = ring.head.copy(), int(storage.counters.notes[EPISODE_CHANGES])
             self._find_head()
 
+    def _find_columns(self) -> None:
+        """Finds out where the columns are."""
+        storage, columns = self._storage, self._storage.columns
+        ring, self._n_lanes, self._capacity = storage.ring, columns.n_lanes, columns.capacity
+        self._reserved, self._heads, self._plans = ring.reserved, ring.head, {}
+        names, self._every_lane = list(columns.flat) if columns.on_host else [], np.arange(self._n_lanes)
+        # The linked columns and their sources, and where their values are among all.
+        linked = {*columns.links, *(link.source for link in columns.links.values())}
+        every = [*names, *columns.links]
+        self._linked = [(name, at, columns.specs[name].shape) for at, name in enumerate(every) if name in linked]
+        self._flat = [columns.flat[name] for name in names]
+        self._rows = [columns.cells[name].swapaxes(0, 1) for name in names]
+        self._has_episodes: bool = storage.episodes is not None
+        if storage.episodes is not None:
+            # Pairs of time and length, of int32 and as one int64 each.
+            self._flat_pairs: ndarray = storage.episodes.columns.flat[EPISODE].view(np.int64)[..., 0]
+            self._pairs: ndarray = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1).view(np.int64)[..., 0]
+            self._open = np.zeros((self._n_lanes, 2), np.int32)  # those of the next rows
+            self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
+            one = np.zeros_like(self._open)
+            one[:, TIME] = 1
+            self._one_step: ndarray = one.view(np.int64)[:, 0]
+
     def _make_plan(self, n: int) -> list[_Column]:
-        """The columns of n rows; none if this writer cannot write."""
-        columns = self._storage.columns
+        """The columns of n rows."""
+        columns, lead = self._storage.columns, () if n == ROW else (n,)
         plan = []
-        for name in [*columns.flat, *columns.links] if self._can_write else ():
+        for name in [*columns.flat, *columns.links] if columns.on_host else ():
             spec = columns.specs[name]
-            dtype = NONE if spec.is_bfloat16 else np.dtype(spec.dtype.str)
-            unwritten = columns.value(name, spec.unwritten)
-            plan.append(_Column(name, (n, *spec.shape), dtype, name in self._every_end, unwritten))
+            dtype = NONE if spec.is_bfloat16 or spec.is_object else np.dtype(spec.dtype.str)
+            limits = _limits(spec, is_info(name)) if n == ROW and not spec.shape else {}
+            unwritten, is_end = columns.value(name, spec.unwritten), name in self._every_end
+            plan.append(_Column(name, (*lead, *spec.shape), dtype, is_end, unwritten, limits))
         self._plans[n] = plan
         return plan
 
 
-class OneRow:
-    """Converts plain numbers and arrays to arrays with one row, if it is obvious that they fit.
-
-    A column of infos, which may be widened, takes a number only if its dtype holds it exactly.
-
-    Args:
-        specs: of the columns.
-
-    Example:
-        >>> one_row = OneRow({"x": Spec(np.dtype(np.uint8))})
-        >>> one_row({"x": 255}), one_row({"x": 256})
-        ({'x': array([255], dtype=uint8)}, None)
-    """
-
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
-        # numpy's own dtype objects, which are compared by identity.
-        self._known = {name: (np.dtype(spec.dtype.str), _limits(spec, is_info(name))) for name, spec in specs.items()}
-
-    def __call__(self, row: Mapping[str, Any], takes_all: bool = False) -> dict[str, Any] | None:
-        """Returns name -> `(1, ...)`; None if it is not obvious that all values fit.
-
-        Args:
-            row: name -> number or array.
-            takes_all: whether all other values become arrays too, for somebody else to convert.
-        """
-        rows = {}
-        for name, value in row.items():
-            if name not in self._known:
-                return None
-            try:
-                array = _convert(value, *self._known[name])
-            except (TypeError, IndexError):  # it is a list, or no number
-                array = None
-            if array is None:
-                if not takes_all or value is None:
-                    return None
-                array = host_array(name, value)[None]
-            rows[name] = array
-        return rows
+def _find_done(ended: list[ndarray]) -> ndarray:
+    """Where one of these marks, (n, ...), is not zero, bool (n,)."""
+    done = None
+    for mark in ended:
+        if mark.dtype != bool or mark.ndim > 1:
+            mark = (mark != 0).reshape(len(mark), -1).any(axis=1)
+        done = mark if done is None else done | mark
+    assert done is not None
+    return done
 
 
-def _convert(value: Any, dtype: np.dtype, limits: Mapping[type, tuple[Any, Any]]) -> Any:
-    # First, because it is nearly always so, and the check for a tensor is slow.
-    kind: Any = type(value)
-    if issubclass(kind, (np.ndarray, np.generic)) and value.dtype is dtype:
-        return value[None]
-    if isinstance(value, torch.Tensor):
-        return value[None]
-    if isinstance(value, np.ndarray):
-        between = limits.get(PYTHON.get(value.dtype.kind, object))
-        fits = between and value.size and between[0] <= value.min().item() and value.max().item() <= between[1]
-        return value.astype(dtype)[None] if fits else None
+def _is_number_of(dtype: np.dtype, value: Any, limits: Mapping[type, tuple[Any, Any]]) -> bool:
+    """Whether a column of this dtype, and with these limits, takes a number as it is."""
     if isinstance(value, np.generic):
+        if value.dtype is dtype:
+            return True
         value = value.item()
     between = limits.get(type(value))
-    fits = between and between[0] <= value <= between[1]  # not true of NaN
-    return np.array([value], dtype) if fits else None
+    return between is not None and bool(between[0] <= value <= between[1])  # not true of NaN
 
 
 def _limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:

@@ -213,14 +213,18 @@ class Storage(CopiedWhole):
                 self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
         return self.episodes
 
-    def end_episodes(self, lanes: slice | np.ndarray = ALL) -> None:
-        """Ends the unfinished episodes of these lanes at their newest rows."""
+    def end_episodes(self, lanes: slice | np.ndarray = ALL, n_steps: np.ndarray | None = None) -> None:
+        """Ends the unfinished episodes of these n lanes at their newest rows.
+
+        Args:
+            lanes: the lanes.
+            n_steps: int (n,), how many steps they have, 0 for those that have ended; None if that is unknown.
+        """
         with self.lock:
-            episodes = self.track_episodes()
-            unfinished = np.arange(self.columns.n_lanes)[lanes][episodes.open_lengths(lanes) > 0]
-            if unfinished.size:
+            n_steps = self.track_episodes().open_lengths(lanes) if n_steps is None else n_steps
+            if (n_steps > 0).any():
                 self._note_change(of_episodes=True)
-                episodes.close(unfinished)
+                self.track_episodes().close(np.arange(self.columns.n_lanes)[lanes], n_steps)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""

@@ -22,7 +22,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, torch.Tensor):
-        array = _view(value)  # as nearly always
+        array = view_tensor(value)  # as nearly always
         if array is None:
             array = tensor_to_array(name, value.float() if value.dtype is torch.bfloat16 else value)
         return array
@@ -32,7 +32,8 @@ def host_array(name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise SpecError(f"{name!r} must be an array, got {type(value).__name__}: {error}") from error
-    return np.asarray(array, np.float32) if array.dtype.name == "bfloat16" else array
+    is_bfloat16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # looking up the name is slow
+    return np.asarray(array, np.float32) if is_bfloat16 else array
 
 
 def host_arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -46,13 +47,13 @@ def ready_arrays(values: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[s
     for name, value in values.items():
         spec = specs.get(name)
         if isinstance(value, torch.Tensor):
-            value = _view(value)
+            value = view_tensor(value)
         if type(value) is np.ndarray and spec is not None and value.dtype == spec.dtype and not spec.is_bfloat16:
             found[name] = value
     return found
 
 
-def _view(tensor: torch.Tensor) -> np.ndarray | None:
+def view_tensor(tensor: torch.Tensor) -> np.ndarray | None:
     """A tensor as an array over its memory; None if numpy cannot have it."""
     try:
         array: np.ndarray = tensor.numpy()

@@ -75,6 +75,8 @@ def cast(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         raise SpecError(f"{name!r} is {values.dtype}, which would lose its values as {dtype}; convert it first")
     with np.errstate(over="ignore", invalid="ignore"):
         converted = values.astype(dtype)
+        if values.dtype.kind == dtype.kind == "f" and np.isfinite(converted).all():
+            return converted
         real = converted if values.dtype.kind == "c" else converted.real
         back = real.astype(values.dtype)  # numpy would compare an int with a float as floats
     if values.dtype.kind in whole:

@@ -70,8 +70,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
         self._before = [name for name in specs if name not in self._after]
         self._writer = StepWriter(self._storage, ())
-        # Name, dtype and shape of what `add` writes.
-        self._forms = [(name, spec.dtype, (n_envs, *spec.shape)) for name, spec in specs.items()]
+        self._no_timeouts = np.zeros(n_envs, FLOAT)
 
     def _specs(self) -> dict[str, Spec]:
         """The columns, by name."""
@@ -86,9 +85,9 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     def _observation_specs(self, name: str) -> dict[str, Spec]:
         return {name: Spec(np.dtype(self.observation_space.dtype), self.obs_shape, 0)}
 
-    def _split(self, name: str, observation: Any) -> dict[str, Any]:
-        """Splits an observation of all environments into columns."""
-        return {name: observation}
+    def _split(self, before: Any, after: Any) -> dict[str, Any]:
+        """Splits the observations of all environments before and after a step into columns."""
+        return {OBSERVATIONS: before, NEXT: after}
 
     def _join(self, name: str, columns: dict[str, np.ndarray]) -> Any:
         """Makes an observation of columns."""
@@ -112,20 +111,23 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             reward, done: (n_envs,).
             infos: one for each environment; anything if timeouts are not handled.
         """
-        timeouts = [False] * self.n_envs
+        timeouts: Any = self._no_timeouts
         if self.handle_timeout_termination:
-            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
-        block = {**self._split(OBSERVATIONS, obs), **self._split(NEXT, next_obs)}
-        block |= {ACTIONS: action, REWARDS: reward, DONES: done, TIMEOUTS: timeouts}
-        for name, dtype, shape in self._forms:
-            rows = block[name]
-            if type(rows) is not np.ndarray or rows.dtype is not dtype or rows.shape != shape:
-                block[name] = np.asarray(rows).astype(dtype, copy=False).reshape(shape)
-        if self._writer.write(block) is None:
-            self._storage.write({name: values[:, None] for name, values in block.items()})
+            truncated = [info.get("TimeLimit.truncated", False) for info in infos]
+            timeouts = truncated if any(truncated) or len(truncated) != self.n_envs else timeouts
+        block = self._split(obs, next_obs)
+        block[ACTIONS], block[REWARDS], block[DONES] = action, np.asarray(reward, FLOAT), np.asarray(done, FLOAT)
+        block[TIMEOUTS] = timeouts
+        if self._writer.write(block, None, self._cast) is None:
+            specs = self._storage.columns.specs
+            self._storage.write({name: self._cast(name, block[name], specs[name])[:, None] for name in block})
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full, self.pos = True, 0
+
+    def _cast(self, name: str, values: Any, spec: Spec) -> np.ndarray:
+        """Casts values of all environments freely, as numpy does when it sets rows of an array."""
+        return np.asarray(values).astype(spec.dtype, copy=False).reshape(self.n_envs, *spec.shape)
 
     def reset(self) -> None:
         """Drops every row."""
@@ -203,8 +205,9 @@ class DictReplayBuffer(ReplayBuffer):
         of_key = self.observation_space.spaces
         return {f"{name}/{key}": Spec(np.dtype(of_key[key].dtype), shape, 0) for key, shape in self.obs_shape.items()}
 
-    def _split(self, name: str, observation: Any) -> dict[str, Any]:
-        return {f"{name}/{key}": observation[key] for key in self.obs_shape}
+    def _split(self, before: Any, after: Any) -> dict[str, Any]:
+        pairs = ((OBSERVATIONS, before), (NEXT, after))
+        return {f"{name}/{key}": observation[key] for name, observation in pairs for key in self.obs_shape}
 
     def _join(self, name: str, columns: dict[str, np.ndarray]) -> Any:
         return {key: columns[f"{name}/{key}"] for key in self.obs_shape}

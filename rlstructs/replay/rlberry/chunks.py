@@ -210,7 +210,7 @@ class ChunkReplayBuffer(Buffer):
 
     def end_episode(self, lane: int | None = None) -> None:
         """Ends the unfinished episode of a lane, if there is one; None for every lane."""
-        self._storage.end_episodes(self._intake.choose_lanes(lane))
+        self._intake.end_episodes(self._intake.choose_lanes(lane))
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`.

@@ -40,7 +40,7 @@ class TaggedIntake(Intake):
         super().__init__(storage, owner)
         self.max_episode_steps = max_episode_steps
         self.tags: dict[str, Spec] = {}
-        self._step_writer: StepWriter | None = None  # once there are columns
+        self._step_writer: StepWriter | None = None  # once there are rows
 
     def set_tags(self, tags: dict[str, Spec]) -> None:
         """Replaces the tags."""
@@ -70,10 +70,11 @@ class TaggedIntake(Intake):
         convert, is_row = self._convert_value, not has_lanes
         if writer is None or not is_plain or writer.write(data, None, convert, is_row=is_row) is None:
             self._append_converted(data, lanes, (n_lanes,) if has_lanes else ())
-            if self._step_writer is None:
-                self._step_writer = StepWriter(self.storage, ends_among(self.specs))
+            if writer is None:
+                writer = self._step_writer = StepWriter(self.storage, ends_among(self.specs))
         if self.max_episode_steps is not None:
-            self._end_longest(lanes, self.max_episode_steps)
+            # An error would stop rlberry's agents: they reset the environment at each `fit`, and end no episode then.
+            writer.end_episodes(lanes, self.max_episode_steps)
 
     def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
         return self.as_rows(name, value, spec)[0]
@@ -92,15 +93,9 @@ class TaggedIntake(Intake):
             rows[tag] = values[:, None] if lead else values[None, None]
         self.write(rows, lanes)
 
-    def _end_longest(self, lanes: slice, limit: int) -> None:
-        """Ends the episodes of these lanes that have so many steps.
-
-        An error would stop rlberry's agents: they reset the environment at each `fit`, and end no episode then.
-        """
-        heads = self.storage.ring.head[lanes]
-        n_steps = self.storage.track_episodes().open_lengths(lanes, int(heads[0]) if heads.size == 1 else None)
-        if int(n_steps.max()) >= limit:
-            self.storage.end_episodes(np.arange(self.storage.columns.n_lanes)[lanes][n_steps >= limit])
+    def end_episodes(self, lanes: slice) -> None:
+        """Ends the unfinished episodes of these lanes."""
+        (self.storage if self._step_writer is None else self._step_writer).end_episodes(lanes)
 
     def convert(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
         if self.tags and (lacking := sorted(self.tags.keys() - rows.keys())):

@@ -67,14 +67,14 @@ class JoinedTable(Table):
 
     @property
     def columns(self) -> dict[str, Spec]:
-        self._follow_main()
+        self.follow_main()
         return super().columns
 
     def _look(self) -> Keys:
-        self._follow_main()
+        self.follow_main()
         return super()._look()
 
-    def _follow_main(self) -> None:
+    def follow_main(self) -> None:
         """Gives both the same columns, after the main buffer was changed on its own."""
         main, own = self.main.storage.columns, self.storage.columns
         if self._unified != (main.layout, own.layout):
@@ -82,16 +82,22 @@ class JoinedTable(Table):
             self._unified = main.layout, own.layout
 
     def rows(self) -> AnySnapshot:
-        self._follow_main()
+        self.follow_main()
         parts, sizes = [self.main.own_rows(), self.own_rows()], [self.main.maxsize, super().maxsize]
         return JoinedSnapshot(parts, sizes)
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
-        self._follow_main()
+        self.follow_main()
         column = self.gather_lazily(name)
         if column.dtype.itemsize * math.prod(column.shape[1:]) > LARGEST_JOINED:
             return column
         return read_only(np.concatenate([self.main.column(name), super().column(name)]))
+
+    def find_view(self, name: str) -> np.ndarray | None:
+        return None
+
+    def ends(self) -> np.ndarray:
+        return np.concatenate([self.main.ends(), super().ends()])
 
     def read_column(self, name: str, at: np.ndarray) -> np.ndarray:
         edge = self.main.maxsize
@@ -183,39 +189,52 @@ class CachedIntake(TransitionIntake):
                 f"than max_episode_length, {limit}"
             )
 
-    def add_quickly(self, batch: Any, without_ids: bool) -> Added | None:
-        return None
+    def has_room(self, lanes: Any, heads: np.ndarray) -> bool:
+        return bool((heads - self.running.begins[lanes] + heads.size <= self.table.lane_size).all())
+
+    def add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
+        if self.specs:
+            self.table.follow_main()
+        return super().add_quickly(batch, buffer_ids)
 
     def split(self, lanes: np.ndarray) -> Iterable[Any]:
         # A repeated lane is written row by row, so that episodes move in the order in which they end.
         return [[at] for at in range(lanes.size)] if len(set(lanes.tolist())) < lanes.size else [slice(None)]
 
-    def settle(self, added: Added, lanes: np.ndarray, done: np.ndarray) -> Added:
+    def settle(self, added: Added, lanes: slice | np.ndarray, done: np.ndarray | None) -> Added:
         index, ep_return, ep_len, start = added
         index, start = index + self.main.table.maxsize, start + self.main.table.maxsize
-        for at in np.flatnonzero(done):
-            start[at], index[at] = self._move(int(lanes[at]))
+        if done is not None and done.any():
+            start[done], index[done] = self._move(np.arange(self.table.n_lanes)[lanes][done])
         return index, ep_return, ep_len, start
 
-    def _move(self, lane: int) -> tuple[int, int]:
-        """Moves the episode in a cache to the main buffer; returns its first and last row id there, -1 for none."""
+    def _move(self, lanes: np.ndarray) -> tuple[Any, Any]:
+        """Moves the episodes in n caches to the main buffer, in order.
+
+        Returns:
+            Their first and last row ids there, int64 (n,), or -1 for none.
+        """
         main, rows = self.main.storage, self.table.own_rows()
-        at = rows.every_row()
-        at = at[self.storage.columns.lanes(at) == lane]
-        placed = np.array([-1])
+        first: Any = -1
+        last: Any = -1
         if self.main.table.lane_size:
+            counts = rows.span.counts()[lanes]
+            ends = np.cumsum(counts)
+            steps = np.arange(ends[-1]) + np.repeat(rows.span.low[lanes] - (ends - counts), counts)
+            at = self.storage.columns.at_steps(np.repeat(lanes, counts), steps)
             names = list(self.specs)
             block = {name: values[None] for name, values in zip(names, rows.gather(names, at), strict=True)}
             done = np.zeros((1, at.size), bool)
-            done[0, -1] = True
-            capacity = main.columns.capacity
-            placed = main.columns.at_steps(0, main.ring.head[0] + np.arange(at.size)[-capacity:])
+            done[0, ends - 1] = True
+            # Of an episode that is longer than the main buffer the last rows stay.
+            kept = np.minimum(counts, main.columns.capacity)
+            first, last = (main.columns.at_steps(0, main.ring.head[0] + ends - n) for n in (kept, 1))
             main.write(block, done=done, starts=(rows.prev(at) == at)[None])
             self.main.running.clear()
             self.main.running.find_begins()
-        self.storage.clear(np.array([lane]))
+        self.storage.clear(lanes)
         self.running.find_begins()
-        return int(placed[0]), int(placed[-1])
+        return first, last
 
     def write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
         rewards, lanes, done = as_float64(steps.values[REW]), steps.lanes, steps.done

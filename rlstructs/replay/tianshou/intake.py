@@ -15,16 +15,18 @@ from rlstructs.replay.columns import Spec
 from rlstructs.replay.from_trajectories import Steps
 from rlstructs.replay.given import as_rows, is_mapping, plain_items
 from rlstructs.replay.info_columns import OBJECTS, Plan, held_values, plan_columns
-from rlstructs.replay.intake import LOG, Intake
+from rlstructs.replay.infos import has_empty, info_objects
+from rlstructs.replay.intake import FILL, LOG, Intake
 from rlstructs.replay.objects import OBJECT
 from rlstructs.replay.reading import DISCOUNT
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.store import ALL
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.options import Options
 from rlstructs.replay.tianshou.running import Added, Running
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REW, top
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REQUIRED, REW, top
 from rlstructs.replay.values import host_array
 from rlstructs.replay.widening import widened
 from rlstructs.workers.public_names import set_module
@@ -58,7 +60,7 @@ class TransitionIntake(Intake):
         self.check_shapes: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
         self.running = Running(self.storage)
         self._step_writer = StepWriter(self.storage, FLAGS)
-        self._every_lane = list(range(table.n_lanes))
+        self._every_lane = np.arange(table.n_lanes).tobytes()
 
     # One row per lane
 
@@ -72,14 +74,16 @@ class TransitionIntake(Intake):
         """The lanes of these ids, int64 (n,); None for all in order, False if `_choose_lanes` has to find them."""
         if buffer_ids is None:
             return None
-        if isinstance(buffer_ids, np.ndarray) and buffer_ids.dtype.kind in "iu" and buffer_ids.ndim == 1:
+        if type(buffer_ids) is np.ndarray:
+            if buffer_ids.dtype == np.int64 and buffer_ids.tobytes() == self._every_lane:
+                return None
             buffer_ids = buffer_ids.tolist()
         # Types first: other objects may define == in their own way, or raise.
         if type(buffer_ids) is not list or not all(type(lane) is int for lane in buffer_ids):
             return False
-        if buffer_ids == self._every_lane:
-            return None
         n = len(buffer_ids)
+        if n == self.table.n_lanes and buffer_ids == list(range(n)):
+            return None
         is_plain = self.table.is_stacked and 0 < n == len(set(buffer_ids))
         is_plain = is_plain and min(buffer_ids) >= 0 and max(buffer_ids) < self.table.n_lanes
         return np.array(buffer_ids) if is_plain else False
@@ -95,24 +99,38 @@ class TransitionIntake(Intake):
             return None
         if not self.ignored.isdisjoint(map(top, flat)):
             flat = {name: values for name, values in flat.items() if top(name) not in self.ignored}
-        some = np.arange(self.table.n_lanes) if lanes is None else lanes
-        done = _find_done(flat, some.size)
-        if done is None:
+        some, is_row = ALL if lanes is None else lanes, buffer_ids is None and not self.table.is_stacked
+        heads, writer = self.storage.ring.head[some], self._step_writer
+        if lanes is None:
+            heads = heads.copy()
+        fills = len(flat) < len(self.specs) and self._may_lack(batch, flat)
+        convert = self._convert_one if is_row else self._convert_value
+        if not self.has_room(some, heads) or not writer.write(flat, lanes, convert, is_row=is_row, fills=fills):
             return None
-        self.check_room(some, done)
-        heads, is_row = self.storage.ring.head[some], buffer_ids is None and not self.table.is_stacked
-        rows = self._step_writer.write(flat, lanes, self._convert_value, is_row=is_row)
-        if rows is None:
-            return None
-        rewards = as_float64(flat[REW])  # not as the column has rounded them
+        rewards, done = as_float64(flat[REW]), writer.done  # not as the column has rounded them
         rewards = rewards[None] if is_row else rewards
         if rewards.shape == (1,) and not self.table.is_stacked:
-            return self.running.add_one(heads.item(), rewards.item(), done.item())
+            return self.running.add_one(heads.item(), rewards.item(), done is not None)
         self.running.shape(rewards.shape[1:])
-        added = self.running.add(slice(None) if lanes is None else lanes, heads, rewards, done)
-        return self.settle(added, some, done)
+        return self.settle(self.running.add(some, heads, rewards, done), some, done)
+
+    def _may_lack(self, batch: Any, flat: Mapping[str, Any]) -> bool:
+        """Whether rows of these names may omit the other columns. An empty info may be one that has changed."""
+        specs = self.specs
+        if self.options.missing_keys != FILL or not flat.keys() <= specs.keys():
+            return False
+        if any(top(name) in REQUIRED for name in specs if name not in flat):
+            return False
+        return not any(has_empty(batch[key]) for key in batch.keys() if is_info(key))  # noqa: SIM118
+
+    def _convert_one(self, name: str, value: Any, spec: Spec) -> Any:
+        if spec.is_object:
+            return info_objects(name, value, 0) if is_info(name) else None
+        return self._convert_value(name, value, spec)
 
     def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
+        if spec.is_object:
+            return info_objects(name, value, 1) if is_info(name) else None
         if not is_info(name):
             return as_rows(name, transitions.as_column(name, value, 1), spec)[0]
         # Columns of infos widen where a value would change.
@@ -158,6 +176,10 @@ class TransitionIntake(Intake):
             raise IndexError(f"buffer_ids: {wrong[0]} is not in [0, {n_lanes})")
         return lanes, 1
 
+    def has_room(self, lanes: Any, heads: np.ndarray) -> bool:
+        """Whether these lanes, whose heads these are, surely have room for one more row of their episodes."""
+        return True
+
     def check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
         """Raises MalformedBufferError if a lane has no room for one more row of its episode."""
 
@@ -179,8 +201,8 @@ class TransitionIntake(Intake):
         """Parts of a batch, each without a repeated lane."""
         return rounds(lanes)
 
-    def settle(self, added: Added, lanes: np.ndarray, done: np.ndarray) -> Added:
-        """Returns the result of `add` for rows of some lanes, after they were written."""
+    def settle(self, added: Added, lanes: slice | np.ndarray, done: np.ndarray | None) -> Added:
+        """Returns the result of `add` for rows of some lanes, after they were written; `done` as of `Running.add`."""
         return added
 
     # Columns
@@ -326,20 +348,6 @@ class TransitionIntake(Intake):
             self.table.stand_in = None
 
         return restore
-
-
-def _find_done(batch: Mapping[str, Any], n: int) -> np.ndarray | None:
-    """Where episodes end, bool (n,); None if the flags are no n numbers."""
-    done = np.zeros(n, bool)
-    for name in FLAGS:
-        try:
-            flags = host_array(name, batch.get(name)).reshape(-1)
-        except SpecError:
-            return None
-        if flags.size != n or flags.dtype.kind not in "biuf":
-            return None
-        done |= flags != 0
-    return done
 
 
 def as_float64(rewards: Any) -> np.ndarray:

@@ -196,8 +196,10 @@ class ReplayBuffer(Buffer):
         writes may change an array: copy it to keep it. A column without bytes of its own, such as next observations
         that are stored once, is a `LazyColumn`, which gathers the rows that are indexed.
         """
-        is_column = "_table" in vars(self) and not name.startswith("_")
-        found = self._table.read_whole(self._table.find, name) if is_column else None
+        table, found = vars(self).get("_table"), None
+        if table is not None and not name.startswith("_"):
+            found = table.find_view(name)
+            found = table.read_whole(table.find, name) if found is None else found
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint_of(name)}")
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rlstructs.replay.store import Storage
@@ -51,29 +53,29 @@ class Running:
         if self.returns.shape[1:] != shape:
             self.returns = np.zeros((len(self.lengths), *shape))
 
-    def add(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
+    def add(self, lanes: slice | np.ndarray, heads: np.ndarray, rewards: np.ndarray, done: Any) -> Added:
         """Adds one more row of each of some lanes, which have been written.
 
         Args:
             lanes: n, no two the same.
             heads: int64 (n,), the heads of these lanes before.
             rewards: (n, *shape).
-            done: bool (n,), which episodes end with it.
+            done: bool (n,), which episodes end with it; None for none of them.
 
         Returns:
             As of `ReplayBuffer.add`.
         """
         columns, begins = self._storage.columns, self.begins[lanes]
         starts = np.maximum(begins, self._storage.ring.oldest()[lanes])
-        self.begins[lanes] = np.where(done, heads + 1, begins)
         index, first = columns.at_steps(lanes, heads), columns.at_steps(lanes, starts)
         totals, lengths = self.returns[lanes] + rewards, self.lengths[lanes] + 1
-        if not done.any():
-            self.returns[lanes], self.lengths[lanes] = totals, lengths
-            return index, np.zeros(totals.shape), np.zeros(lengths.shape, np.int64), first
-        ends = done.reshape(done.shape + (1,) * (totals.ndim - 1))
-        self.returns[lanes], self.lengths[lanes] = np.where(ends, 0, totals), np.where(done, 0, lengths)
-        return index, np.where(ends, totals, 0), np.where(done, lengths, 0), first
+        ep_returns, ep_lengths = np.zeros(totals.shape), np.zeros(lengths.shape, np.int64)
+        if done is not None:
+            ep_returns[done], ep_lengths[done] = totals[done], lengths[done]
+            totals[done] = lengths[done] = 0
+            self.begins[lanes] = np.where(done, heads + 1, begins)
+        self.returns[lanes], self.lengths[lanes] = totals, lengths
+        return index, ep_returns, ep_lengths, first
 
     def add_one(self, head: int, reward: float, done: bool) -> Added:
         """Does what `add` does, for a single lane whose rewards are single numbers, in a third of the time."""

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from rlstructs.debug import is_on
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.counters import REWRITES
 from rlstructs.replay.reading import Sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.span import numbered
 from rlstructs.replay.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW, sources_of
@@ -59,10 +62,12 @@ class Table:
         self.storage, self.lane_size, self.is_stacked = storage, lane_size, is_stacked
         self.n_lanes = storage.columns.n_lanes
         self.stand_in: np.ndarray | None = None
-        self._keys = UNKNOWN
+        self._keys, self._ends = UNKNOWN, _Ends(storage)
+        # Name -> the memory of a column, and a view that was made of it.
+        self._views: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "stand_in": None, "_keys": UNKNOWN}
+        return {**vars(self), "stand_in": None, "_keys": UNKNOWN, "_ends": _Ends(self.storage), "_views": {}}
 
     # Rows
 
@@ -92,7 +97,7 @@ class Table:
         """
         rows = self.rows()
         if isinstance(index, slice):
-            return rows.numbered(np.arange(rows.total)[index])
+            return rows.numbered(np.arange(*index.indices(rows.total)))
         end, maxsize = self.index_end(rows), self.maxsize
         given = as_integers(index, end, maxsize)
         at = given.astype(np.int64, copy=False)
@@ -140,11 +145,18 @@ class Table:
             keys = self._keys = Keys(layout, specs, sources_of(tuple(specs), tuple(stored)))
         return keys
 
+    def find_view(self, name: str) -> np.ndarray | None:
+        """A column that was read before, and is where it was; None for any other."""
+        held = self._views.get(name)
+        if held is None or self.stand_in is not None or self.storage.columns.flat.get(name) is not held[0]:
+            return None
+        return held[1].view()
+
     def find(self, name: str) -> Any:
         """Returns what the buffer has as an attribute of this name: a column, or nested columns; None for nothing."""
         columns = self.columns
         if name == DONE and columns:
-            return read_only(np.asarray(self.column(FLAGS[0])) | np.asarray(self.column(FLAGS[1])))
+            return read_only(self.ends().view())
         if name in columns:
             return self.show(name)
         if inside := [key for key in columns if key.startswith(f"{name}/")]:
@@ -161,9 +173,16 @@ class Table:
         """A column, `(maxsize, ...)`; a view if it stores its own rows."""
         if name in self.storage.columns.links:
             return self.gather_lazily(name)
-        whole = self.storage.columns.flat[name]
-        whole = from_bits(whole) if self.columns[name].is_bfloat16 else whole
-        return read_only(whole[: self.n_lanes * self.lane_size].view())
+        whole, n = self.storage.columns.flat[name], self.n_lanes * self.lane_size
+        if self.columns[name].is_bfloat16:
+            return read_only(from_bits(whole)[:n])
+        view = read_only(whole[:n])
+        self._views[name] = whole, view
+        return view.view()
+
+    def ends(self) -> np.ndarray:
+        """Where a flag says that an episode ends, bool (maxsize,)."""
+        return self._ends.read()[: self.n_lanes * self.lane_size]
 
     def gather_lazily(self, name: str) -> LazyColumn:
         """A column, `(maxsize, ...)`, whose rows are gathered when they are indexed."""
@@ -199,6 +218,41 @@ class Table:
                 if layout == columns.layout and not layout & 1:
                     raise
         raise StateError("columns change faster than they are read")
+
+
+class _Ends:
+    """Where rows end episodes, by row id: kept, and computed again for the rows that have changed.
+
+    Args:
+        storage: the store.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._whole = np.zeros(0, bool)
+        self._flags: list[np.ndarray] = []
+        self._counters, self._heads, self._rewrites = b"", np.zeros(0, np.int64), -1
+
+    def read(self) -> np.ndarray:
+        """Returns bool (n_rows,), which the next call may change."""
+        storage, flat = self._storage, self._storage.columns.flat
+        ring, rewrites = storage.ring, storage.counters.notes[REWRITES]
+        flags = [flat[name] for name in FLAGS]
+        is_same = self._rewrites == rewrites and not is_on()  # poison is written without notice
+        is_same = is_same and all(one is other for one, other in zip(flags, self._flags, strict=True))
+        counters = ring.counters.tobytes()
+        if is_same and counters == self._counters:
+            return self._whole
+        _, reserved, heads = np.frombuffer(counters, np.int64).reshape(ring.counters.shape)
+        if is_same and (self._heads <= heads).all():
+            low = np.maximum(self._heads, reserved - ring.capacity)
+            rows = numbered(storage.columns, low, np.maximum(reserved - low, 0))
+            self._whole[rows] = flags[0][rows] | flags[1][rows]
+        else:
+            self._whole = flags[0] | flags[1]
+        # Rows from the heads on may be half written: they are looked at again next time.
+        self._counters, self._heads, self._rewrites, self._flags = counters, heads, int(rewrites), flags
+        return self._whole
 
 
 def as_integers(index: Any, end: int, maxsize: int) -> np.ndarray:
