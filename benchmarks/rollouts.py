@@ -47,6 +47,8 @@ class Task:
         must, aim: shares of the limit.
         native: whether the environments are one that is vectorised itself, which is what the limit steps.
         beats: whether they are, and the limit steps gymnasium's single environments all the same.
+        policy: whether a network acts, rather than random actions.
+        makes: whether that is a network given to `RL_Batcher.make`, which draws and weighs its actions.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Task:
     envpool_id: str = ""
     native: bool = False
     beats: bool = False
+    makes: bool = False
 
     @property
     def n_all(self) -> int:
@@ -70,6 +73,7 @@ TASKS = [
     Task("cartpole-64", "CartPole-v1", 2, 64, 128, 0.70, 0.90, envpool_id="CartPole-v1"),
     Task("cartpole-8", "CartPole-v1", 2, 8, 128, 0.50, 0.75, envpool_id="CartPole-v1"),
     Task("cartpole-64-policy", "CartPole-v1", 2, 64, 128, 0.60, 0.75, policy=True, envpool_id="CartPole-v1"),
+    Task("cartpole-8-make", "CartPole-v1", 2, 8, 128, 0.20, 0.30, policy=True, makes=True),
     Task("halfcheetah-8", "HalfCheetah-v5", 2, 8, 128, 0.80, 0.93, envpool_id="HalfCheetah-v4"),
     Task("cartpole-native-1024", "CartPole-v1", 2, 1024, 128, 0.60, 0.75, envpool_id="CartPole-v1", native=True),
     Task("pong-4", "ALE/Pong-v5", 2, 4, 64, 0.85, 0.95, envpool_id="Pong-v5"),
@@ -222,6 +226,17 @@ def limit(task: Task) -> Iterator[Run]:
 
 
 def batcher(task: Task, n_processes: int, run_ahead: int = 0, **settings: Any) -> RL_Batcher:
+    if task.makes:
+        return RL_Batcher.make(
+            task.env_id,
+            Policy().network,
+            n_envs=task.n_envs * max(1, n_processes),
+            n_workers=n_processes,
+            n_timesteps=task.n_timesteps,
+            seed=0,
+            run_ahead=run_ahead,
+            **settings,
+        )
     return RL_Batcher(
         task.n_timesteps,
         create_agent,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch.distributions import Bernoulli, Categorical, Distribution
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from rlstructs.agent import RL_Agent
 from rlstructs.envs.spaces import list_leaves
@@ -95,8 +97,10 @@ class ModuleAgent(RL_Agent):
         Raises:
             SpecError: what the module returns does not fit the action space.
         """
+        # A distribution is made only where a subclass asks for it: making one takes as long as the network.
+        find_policy = self._run if type(self).policy is ModuleAgent.policy else self.policy
         try:
-            policy = self.policy(observation)
+            policy = find_policy(observation)
         except Exception:
             running = _find_running(observation)
             if running is None or (self._last is None and not running.numel()):
@@ -105,37 +109,42 @@ class ModuleAgent(RL_Agent):
             # they show need not make sense to the module, such as a mask that allows nothing.
             if self._last is not None and not running.numel():
                 return self._last.index(torch.zeros_like(observation["done"], dtype=torch.int64)), state
-            policy = self.policy(observation.index(running))
+            policy = find_policy(observation.index(running))
         self._last = self._draw(policy, observation.n_elems())
         return self._last, state
 
-    def _draw(self, policy: Distribution | torch.Tensor, n: int) -> DictTensor:
+    def _draw(self, policy: Distribution | Logits | torch.Tensor, n: int) -> DictTensor:
         """Draws n rows from a policy; returns the output."""
-        if not isinstance(policy, Distribution):
+        if isinstance(policy, torch.Tensor):
             return DictTensor({"action": policy})
         try:
-            action = policy.sample()
+            action, log_prob = policy.draw() if isinstance(policy, Logits) else draw(policy)
         except (RuntimeError, ValueError) as error:
+            policy = policy.distribution() if isinstance(policy, Logits) else policy
             if (why := _find_nan(policy, self.module)) is not None:
                 raise SpecError(f"agent: {why}") from error
             raise
         if action.shape != (n, *self._space.shape) or (action.is_floating_point() and not self._takes_floats):
             wanted = f"{(n, *self._space.shape)} {'floats' if self._takes_floats else 'integers'} for {self._space}"
             raise SpecError(f"agent: a {type(policy).__name__} of the module gave {show(action)}, expected {wanted}")
-        log_prob = policy.log_prob(action)
         if log_prob.ndim > 1:
             log_prob = log_prob.flatten(1).sum(1)
         if self._start.any():
             action = action + torch.as_tensor(self._start, device=action.device)
         if isinstance(self._space, spaces.MultiBinary):
             action = action.to(torch.int8)
-        return DictTensor({"action": action, "log_prob": log_prob})
+        return DictTensor.trusted({"action": action, "log_prob": log_prob})
 
     def policy(self, observation: DictTensor) -> Distribution | torch.Tensor:
         """The policy for B observations: a distribution, or the actions (B, ...) themselves.
 
         Actions of a distribution for a Discrete or MultiDiscrete space count from 0.
         """
+        found = self._run(observation)
+        return found.distribution() if isinstance(found, Logits) else found
+
+    def _run(self, observation: DictTensor) -> Distribution | Logits | torch.Tensor:
+        """Runs the module on B observations; returns its distribution, its logits, or the actions (B, ...)."""
         inputs = observation["frame"] if self._keys is None else {key: observation[key] for key in self._keys}
         try:
             given = self.module(inputs)
@@ -150,15 +159,12 @@ class ModuleAgent(RL_Agent):
         if isinstance(given, Distribution):
             return given
         if isinstance(space, spaces.Discrete):
-            return Categorical(logits=_check_shape(given, (n, int(space.n)), space), validate_args=False)
+            return Logits(_check_shape(given, (n, int(space.n)), space))
         if isinstance(space, spaces.MultiDiscrete):
-            logits = _check_shape(given, (n, sum(self._sizes)), space).split_with_sizes(self._sizes, 1)
-            # A number with fewer values than others is padded with values of probability 0.
-            widest = max(self._sizes)
-            padded = [torch.nn.functional.pad(one, (0, widest - one.shape[1]), value=-torch.inf) for one in logits]
-            return Categorical(logits=torch.stack(padded, 1).reshape(n, *space.shape, widest), validate_args=False)
+            given = _check_shape(given, (n, sum(self._sizes)), space)
+            return Logits(_pad(given, tuple(self._sizes)).reshape(n, *space.shape, max(self._sizes)))
         given = _check_shape(given, (n, *space.shape), space)
-        return Bernoulli(logits=given, validate_args=False) if isinstance(space, spaces.MultiBinary) else given
+        return Logits(given, are_bits=True) if isinstance(space, spaces.MultiBinary) else given
 
     def exploration_hint(self, observation: DictTensor) -> str | None:
         """Says that nothing explores if the module gives the same actions of a Box again; None if it does not."""
@@ -175,6 +181,84 @@ class ModuleAgent(RL_Agent):
     def update(self, info: Any) -> None:
         """Loads a state dict into the module."""
         self.module.load_state_dict(info)
+
+
+class Logits(NamedTuple):
+    """The logits of a policy of which no distribution was made.
+
+    Attributes:
+        logits: of the values of each number, (B, ..., n), or of each bit, (B, ...).
+        are_bits: whether they are those of bits.
+    """
+
+    logits: torch.Tensor
+    are_bits: bool = False
+
+    def distribution(self) -> Distribution:
+        """Makes the distribution."""
+        kind = Bernoulli if self.are_bits else Categorical
+        return kind(logits=self.logits, validate_args=False)
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws like `distribution().sample()`; returns actions and log-probabilities, of one number or bit each."""
+        if self.are_bits:
+            return _draw_bits(self.logits, self.logits.sigmoid())
+        logits = self.logits.log_softmax(-1)
+        return _draw_numbers(logits, logits.exp())
+
+
+def draw(policy: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws like `policy.sample()`, in fewer calls; returns actions, and log-probabilities (B, ...) to be summed."""
+    base: Any = policy
+    while type(base) is Independent:  # whose log-probabilities are sums
+        base = base.base_dist
+    if type(base) is Categorical:
+        return _draw_numbers(base.logits, base.probs)
+    if type(base) is Bernoulli:
+        return _draw_bits(base.logits, base.probs)
+    if type(base) is Normal:
+        action = torch.normal(base.loc.detach(), base.scale.detach())
+        deviation = (action - base.loc) / base.scale
+        return action, deviation.square() * -0.5 - base.scale.log() - math.log(math.sqrt(2 * math.pi))
+    action = policy.sample()
+    return action, policy.log_prob(action)
+
+
+def _draw_numbers(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws a number in each row of normalised logits and probabilities (..., n).
+
+    Raises:
+        ValueError: a row has NaN.
+    """
+    # As `torch.multinomial` does it, with the same random numbers and fewer checks.
+    drawn = (probs.detach() / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
+    log_prob = logits.gather(-1, drawn)[..., 0]
+    if math.isnan(log_prob.detach().sum()):  # of the numbers of a row, NaN is the largest
+        raise ValueError("logits or probabilities are NaN")
+    return drawn[..., 0], log_prob
+
+
+def _draw_bits(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws bits, as floats."""
+    bits = torch.bernoulli(probs.detach())
+    return bits, -torch.nn.functional.binary_cross_entropy_with_logits(logits, bits, reduction="none")
+
+
+def _pad(logits: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Splits logits (B, sum(sizes)) by number, (B, k, max(sizes)); values that a number lacks have probability 0."""
+    if min(sizes) == max(sizes):
+        return logits
+    return torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)[:, _find_places(sizes)]
+
+
+@functools.lru_cache
+def _find_places(sizes: tuple[int, ...]) -> torch.Tensor:
+    """Where each value of each number lies in a row of logits, int64 (k, max(sizes)); `sum(sizes)` where it is none."""
+    places, first = torch.full((len(sizes), max(sizes)), sum(sizes), device="cpu"), 0
+    for row, size in zip(places, sizes, strict=True):
+        row[:size] = torch.arange(first, first + size)
+        first += size
+    return places
 
 
 def _find_running(observation: DictTensor) -> torch.Tensor | None:

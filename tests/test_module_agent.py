@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch.distributions import Categorical, Normal
+from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 from rlstructs import (
     DictTensor,
@@ -19,6 +19,7 @@ from rlstructs import (
     RL_Agent_CheckDevice,
     RL_Batcher,
     SpecError,
+    mask_logits,
     replay_agent,
     replay_agent_stateless,
 )
@@ -100,6 +101,73 @@ def test_a_distribution_is_drawn_from(event_dims):
     torch.testing.assert_close(output["log_prob"], wanted)
     _, output = act(Constant([0.0, 100.0], lambda logits: Categorical(logits=logits)), spaces.Discrete(2, start=4))
     assert (output["action"] == 5).all()
+
+
+MASK = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 1]])
+POLICIES = {
+    "numbers": (spaces.Discrete(3, start=2), 3, lambda x: x),
+    "many numbers": (spaces.Discrete(900), 900, lambda x: x),
+    "numbers of float64": (spaces.Discrete(3), 3, torch.Tensor.double),
+    "masked numbers": (spaces.Discrete(3), 3, lambda x: mask_logits(x, MASK.repeat(len(x) // 3 + 1, 1)[: len(x)])),
+    "impossible numbers": (spaces.Discrete(3), 3, lambda x: x.masked_fill((x < 0) & (torch.arange(3) > 0), -torch.inf)),
+    "unlikely numbers": (spaces.Discrete(3), 3, lambda x: x * 50),
+    "equal rows": (spaces.Discrete(3), 3, lambda x: x[:1].expand(len(x), 3)),
+    "turned rows": (spaces.Discrete(3), 3, lambda x: x.T.contiguous().T),
+    "several": (spaces.MultiDiscrete([2, 3, 1]), 6, lambda x: x),
+    "several alike": (spaces.MultiDiscrete([[4, 4], [4, 4]], start=[[1, 2], [3, 4]]), 16, lambda x: x),
+    "bits": (spaces.MultiBinary((2, 3)), 6, lambda x: x.reshape(-1, 2, 3) * 5),
+    "logits": (spaces.Discrete(3), 3, lambda x: Categorical(logits=x)),
+    "probabilities": (spaces.Discrete(3), 3, lambda x: Categorical(probs=x.softmax(-1).masked_fill(x < -1, 0) + 1e-9)),
+    "several, given": (spaces.MultiDiscrete([3, 3]), 6, lambda x: Independent(Categorical(logits=x.view(-1, 2, 3)), 1)),
+    "bits, given": (spaces.MultiBinary(4), 4, lambda x: Bernoulli(probs=x.sigmoid())),
+    "normal": (spaces.Box(-9, 9, (4,)), 4, lambda x: Normal(1000 + x, x.exp())),
+    "normals, one width": (spaces.Box(-9, 9, (2, 2)), 4, lambda x: Independent(Normal(x.view(-1, 2, 2), 0.1), 2)),
+    "another": (spaces.Box(0, 1, (4,)), 4, lambda x: torch.distributions.Beta(x.exp(), x.exp())),
+}  # fmt: skip
+
+
+class Wrapped(torch.nn.Module):
+    """A random layer, whose output some function changes."""
+
+    def __init__(self, n, wrap):
+        super().__init__()
+        self.layer, self.wrap = torch.nn.Linear(3, n), wrap
+
+    def forward(self, frame):
+        return self.wrap(self.layer(frame))
+
+
+@pytest.mark.parametrize("n", [1, 7, 64])
+@pytest.mark.parametrize(("space", "size", "wrap"), POLICIES.values(), ids=POLICIES)
+def test_actions_are_drawn_and_weighed_as_by_the_distribution(space, size, wrap, n):
+    torch.manual_seed(n)
+    agent = ModuleAgent(Wrapped(size, wrap), space)
+    for seed in range(20):
+        observation = DictTensor({"frame": torch.randn(n, 3)})
+        torch.manual_seed(seed)
+        output, _ = agent(DictTensor(), observation, DictTensor())
+        torch.manual_seed(seed)
+        policy = agent.policy(observation)
+        action = policy.sample()
+        start = torch.as_tensor(getattr(space, "start", 0))
+        assert torch.equal(output["action"].to(action.dtype), action + start)
+        log_prob = policy.log_prob(action).reshape(n, -1).sum(1)
+        assert output["log_prob"].dtype == log_prob.dtype and not output["action"].requires_grad
+        torch.testing.assert_close(output["log_prob"], log_prob, atol=1e-5, rtol=1e-5)
+        weight = agent.module.layer.weight
+        grads = [torch.autograd.grad(each.sum(), weight)[0] for each in (output["log_prob"], log_prob)]
+        torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)
+
+
+def test_a_subclass_may_give_another_policy():
+    class Greedy(ModuleAgent):
+        def policy(self, observation):
+            return super().policy(observation).logits.argmax(-1)
+
+    output, _ = Greedy(Constant([0.0, 1.0, 0.5]), spaces.Discrete(3))(
+        DictTensor(), DictTensor({"frame": torch.zeros(4, 3)}), DictTensor()
+    )
+    assert output["action"].tolist() == [1] * 4 and set(output.keys()) == {"action"}
 
 
 def test_a_network_gets_the_frame_or_a_dict_of_entries():

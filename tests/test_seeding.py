@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -13,7 +14,14 @@ import torch
 from helpers import Counting, create_gym, rollout
 
 from rlstructs import RandomAgent, RL_Batcher, SpecError, int32_seed
-from rlstructs.seeding import EnvSeed, PrivateStreams, environment_seeds, seed_global_streams
+from rlstructs.seeding import (
+    EnvSeed,
+    PrivateStreams,
+    environment_seeds,
+    read_streams,
+    restore_streams,
+    seed_global_streams,
+)
 
 
 def draw():
@@ -108,6 +116,44 @@ def test_private_streams_leave_the_callers_as_they_were_and_continue_their_own()
     with private():
         assert draw() == theirs[3]
     assert [draw(), draw()] == mine
+
+
+class CopiedStreams:
+    """Does what `PrivateStreams` does, with copies of whole states."""
+
+    def __init__(self):
+        self.states = read_streams()
+
+    @contextlib.contextmanager
+    def __call__(self):
+        before = read_streams()
+        restore_streams(self.states)
+        yield
+        self.states = read_streams()
+        restore_streams(before)
+
+
+DRAWS = [
+    random.random, np.random.rand, np.random.normal, lambda: np.random.standard_normal(3).sum(),
+    lambda: float(torch.rand(())), lambda: np.random.seed(7), lambda: torch.manual_seed(7) and None,
+    lambda: np.random.set_state(np.random.get_state()), lambda: restore_streams(read_streams()),
+]  # fmt: skip
+
+
+def test_private_streams_give_what_copies_of_whole_states_give():
+    def play(make, number):
+        chosen, drawn = random.Random(number), []
+        seed_global_streams(number, None)
+        np.random.normal()  # keeps another number for the next call
+        streams = [make(), make()]
+        for _ in range(15):
+            with chosen.choice(streams)():
+                drawn += [chosen.choice(DRAWS)() for _ in range(chosen.randrange(4))]
+            drawn += [chosen.choice(DRAWS)() for _ in range(chosen.randrange(4))]
+        return drawn, np.random.get_state(legacy=False)["has_gauss"]
+
+    for number in range(60):
+        assert play(PrivateStreams, number) == play(CopiedStreams, number)
 
 
 def test_private_streams_run_with_one_thread():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
@@ -56,8 +57,9 @@ def acquire(
     Returns:
         Where the rollout stopped. `slots.lengths` holds the number of steps in each slot.
     """
-    with evaluation_mode(acting_agent.agent):
-        progress_after = _resume(Rollout(acting_agent, env, slots, progress, agent_info).run())
+    rollout = Rollout(acting_agent, env, slots, progress, agent_info)
+    with evaluation_mode(acting_agent.agent), contextlib.closing(rollout):
+        progress_after = _resume(rollout.run())
     assert progress_after is not None
     return progress_after
 
@@ -87,11 +89,11 @@ def acquire_in_turns(
     infos = [agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
              for own, end in zip(slots, ends, strict=True)]  # fmt: skip
     groups = enumerate(zip(envs, slots, progress, infos, strict=True))
-    rollouts = {
-        index: Rollout(acting_agent, env, own, reached, info).run(env) for index, (env, own, reached, info) in groups
-    }
-    progress_after: dict[int, Progress] = {}
-    with evaluation_mode(acting_agent.agent):
+    rollouts, progress_after = {}, dict[int, Progress]()
+    with evaluation_mode(acting_agent.agent), contextlib.ExitStack() as stack:
+        for index, (env, own, reached, info) in groups:
+            rollout = stack.enter_context(contextlib.closing(Rollout(acting_agent, env, own, reached, info)))
+            rollouts[index] = rollout.run(env)
         while rollouts:
             for index in list(rollouts):
                 if (found := _resume(rollouts[index])) is not None:
@@ -137,6 +139,7 @@ class Rollout:
         self._needs_history = self._is_shown = False
         # Timesteps, ascending, each with the rows whose environments only started an episode in it.
         self._idle: list[tuple[int, np.ndarray]] = []
+        self._histories: list[weakref.ref[LazyCopies]] = []  # given to the agent, which may still hold some
 
     def run(self, group: SplitEnv | None = None) -> Generator[None, None, Progress]:
         """Runs the rollout; yields while the environments step if they are one `group` of several."""
@@ -191,6 +194,11 @@ class Rollout:
                 break
         return self._finish(t, rows, state, steps)
 
+    def close(self) -> None:
+        """Copies what the agent still holds of its histories: the slots will be overwritten."""
+        for history in self._histories:
+            settle(history)
+
     def _begin(self) -> tuple[np.ndarray | None, DictTensor, DictTensor, Steps, Observe]:
         """Prepares the first step.
 
@@ -233,9 +241,9 @@ class Rollout:
     def _read_history(self, t: int, rows: np.ndarray | None) -> TemporalDictTensor:
         """The steps before t of these rows (None: all)."""
         slots, device = self._slots, self._acting_agent.device
-        n = slots.n if rows is None else rows.size
-        slots.lengths[... if rows is None else rows] = t
-        history = TemporalDictTensor(slots.read(rows, t), torch.full((n,), t, dtype=torch.int64, device="cpu"))
+        n, steps = slots.n if rows is None else rows.size, slots.read_later(rows, t)
+        self._histories.append(weakref.ref(steps))
+        history = TemporalDictTensor.trusted(steps, torch.full((n,), t, dtype=torch.int64, device="cpu"))
         return history if device is None else history.to(device)
 
     def _skip_idle(

@@ -11,10 +11,12 @@ import torch
 
 from rlstructs.debug import poison
 from rlstructs.shared.packing import RECORD, Packing, Rows
-from rlstructs.structures.arrays import TensorSpec, find_true, put_at, raw_of, tensors_of
+from rlstructs.structures.arrays import TensorSpec, find_true, put_at, raw_of, tensor_of, tensors_of
 
 # The bits of bfloat16's NaN.
 BFLOAT16_NAN = 0x7FC0
+# How the names of next observations begin.
+FOLLOWING = "_observation/"
 
 Source = tuple[np.ndarray, int]  # (B, T or T+1, ...), and its timestep that is read as step 0
 
@@ -75,6 +77,15 @@ class RecordedSteps:
         self._put_finals(taken, rows, n_timesteps)
         return tensors_of(taken, self.specs)
 
+    def read_one(self, name: str, rows: np.ndarray | None, n_timesteps: int) -> torch.Tensor:
+        """Copies one column of what `read` returns, of rows that have as many steps."""
+        array, start = self.sources[name]
+        steps = array[:, start : start + n_timesteps]
+        taken = np.array(steps, order="C") if rows is None else steps[rows]
+        if name.startswith(FOLLOWING):
+            self._put_finals({name: taken}, rows, n_timesteps)
+        return tensor_of(taken, self.specs[name][1])
+
     def padding_value(self, name: str) -> Any:
         """The value that fills the padding of a column."""
         if not self.poisons:
@@ -87,7 +98,8 @@ class RecordedSteps:
         if not at.size:
             return
         finals = self.finals(at if rows is None else rows[at], times)
-        put_at(taken, at, times, {f"_observation/{key}": final for key, final in finals.arrays().items()})
+        following = {FOLLOWING + key: final for key, final in finals.arrays().items()}
+        put_at(taken, at, times, {name: final for name, final in following.items() if name in taken})
 
 
 class Finals:

@@ -30,7 +30,7 @@ from rlstructs.shared.layout import Field, Layout
 from rlstructs.shared.loan import Loan
 from rlstructs.shared.packing import Packing, Rows
 from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of, specs_of_steps
-from rlstructs.shared.writing import Steps, make_staged_steps
+from rlstructs.shared.writing import LazyCopies, Steps, make_staged_steps
 from rlstructs.structures.arrays import find_true, put, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
@@ -247,6 +247,10 @@ class Slots:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
         return self._recorded.read(rows, n_timesteps, out)
+
+    def read_later(self, rows: np.ndarray | None, n_timesteps: int) -> LazyCopies:
+        """Does what `read` does, of rows that have as many steps, but copies each column at its first use."""
+        return LazyCopies(self.specs, lambda name: self._recorded.read_one(name, rows, n_timesteps))
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Loan:
         """Reads steps as views where possible; the padding is undefined."""

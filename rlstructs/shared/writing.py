@@ -8,7 +8,7 @@ environments. With a thousand environments, writing a few bytes to each page too
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,8 @@ class Steps:
         """
         if rows is not None:
             return self.copy_rows(t, rows).tensors(), None
-        copies = LazyCopies(self._row(t)[1])
+        row = self._row(t)[1]
+        copies = LazyCopies(row, lambda key: row[key].clone())
         return DictTensor.trusted(copies), weakref.ref(copies)
 
     def copy_rows(self, t: int, rows: np.ndarray) -> Rows:
@@ -146,33 +147,35 @@ class LazyCopies(Mapping[str, torch.Tensor]):
     """Copies of tensors, made at their first use: copying all takes as long as a step of a small network.
 
     Args:
-        tensors: the originals; they must not change until `settle`, or until nobody holds this object.
+        names: of the tensors.
+        copy: copies one; the originals must not change until `settle`, or until nobody holds this object.
     """
 
-    __slots__ = ("__weakref__", "_made", "_tensors")
+    __slots__ = ("__weakref__", "_copy", "_made", "_names")
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, names: Collection[str], copy: Callable[[str], torch.Tensor]) -> None:
+        self._names, self._copy = names, copy
         self._made: dict[str, torch.Tensor] = {}
 
     def settle(self) -> None:
         """Makes the copies that are missing."""
-        self._tensors = {key: self[key] for key in self._tensors}
+        for key in self._names:
+            self[key]
 
     def __getitem__(self, key: str) -> torch.Tensor:
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = self._tensors[key].clone()
+            found = self._made[key] = self._copy(key)
         return found
 
     def __contains__(self, key: object) -> bool:
-        return key in self._tensors
+        return key in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._names)
 
 
 def settle(copies: weakref.ref[LazyCopies]) -> None:
