@@ -21,7 +21,6 @@ from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Traj
 from rlstructs.cli import report
 from rlstructs.distributed import replay_files
 from rlstructs.distributed.shard import ShardSettings, columns_of
-from rlstructs.memories import files as memory_files
 from rlstructs.replay import (
     CachedReplayBuffer,
     ChunkReplayBuffer,
@@ -136,8 +135,8 @@ def _memory(kind: str, cls: str, suffix: str) -> Subject:
         memory.reset()
 
     def content(memory: Any) -> Any:
-        arrays = {**memory_files._collect_tensors(memory), **memory_files._collect_bookkeeping(memory)}
-        return memory._state(), {name: np.asarray(values).tobytes() for name, values in arrays.items()}
+        arrays, _, state = saving.contents(memory)
+        return state, {name: np.asarray(values).tobytes() for name, values in arrays.items()}
 
     return Subject(save, lambda: filled(3), load, use, content)
 

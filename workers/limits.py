@@ -49,32 +49,40 @@ def available_bytes() -> int | None:
 
     The machine's free memory and the limits of this process's control groups count.
     """
-    known = [limit for limit in (_read_machine_bytes(), *_read_group_bytes()) if limit is not None]
+    machine = _read_machine_bytes()
+    known = [*([] if machine is None else [machine]), *_read_group_bytes(enough=machine)]
     return min(known) if known else None
 
 
 def _read_machine_bytes() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024  # the file counts in KiB
+        return int(_read("/proc/meminfo").split(b"MemAvailable:")[1].split(None, 1)[0]) * 1024  # the file counts in KiB
     return None
 
 
-def _read_group_bytes(root: Path = ROOT, own: Path = OWN) -> list[int]:
-    """Reads how many bytes the limit of each of this process's control groups leaves."""
+def _read_group_bytes(root: Path = ROOT, own: Path = OWN, enough: int | None = None) -> list[int]:
+    """Reads how many bytes the limit of each of this process's control groups leaves, or at least `enough`."""
     found = []
     for folder, version in list_groups("memory", root, own):
         names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
         with contextlib.suppress(OSError, ValueError):  # a missing file or the word "max" means no limit
-            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
-            found.append(max(0, limit - usage + _read_reclaimable_bytes(folder / "memory.stat")))
+            limit, usage = (int(_read(f"{folder}/memory.{name}")) for name in names)
+            is_enough = enough is not None and limit - usage >= enough  # its statistics take the kernel longest
+            more = 0 if is_enough else _read_reclaimable_bytes(f"{folder}/memory.stat")
+            found.append(max(0, limit - usage + more))
     return found
 
 
-def _read_reclaimable_bytes(statistics: Path) -> int:
+def _read_reclaimable_bytes(statistics: str) -> int:
     """Reads how many bytes cache files for a control group: they count as used, but the kernel frees them."""
     with contextlib.suppress(OSError, ValueError):
-        counts = dict(line.split() for line in statistics.read_text().splitlines())
-        return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+        words = _read(statistics).split()
+        counts = dict(zip(words[::2], words[1::2], strict=True))
+        return int(counts.get(b"total_inactive_file", counts.get(b"inactive_file", 0)))
     return 0
+
+
+def _read(path: str) -> bytes:
+    """Reads a file of the kernel; columns ask for several before they are allocated."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read()

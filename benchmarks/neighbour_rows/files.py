@@ -90,7 +90,7 @@ def save_anew(memory: Any, folder: str, suffix: str) -> str:
     for path in glob.glob(f"{own}/memories/*"):
         os.remove(path)
     memory.save(own, format=suffix)
-    [path] = glob.glob(f"{own}/memories/*")
+    [path] = glob.glob(f"{own}/memories/*.{suffix}")  # a .csv of ours has a .json beside it
     return path
 
 

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlstructs.checkpoints.parts import Entry, Part, Restore
 from rlstructs.distributed.replay import RayReplay
 from rlstructs.errors import FileError
 from rlstructs.files import segments
-from rlstructs.files.archives import Reader, file_checksum
+from rlstructs.files.archives import file_checksum
 from rlstructs.files.opening import name_damage
-from rlstructs.memories import segmenting as memory_segmenting
-from rlstructs.memories.memory import Memory
-from rlstructs.replay import segmenting as buffer_segmenting
-from rlstructs.replay.buffer import Buffer
+from rlstructs.replay import segmenting
+from rlstructs.replay.buffer import Stored
 from rlstructs.replay.changes import Marks
-
-
-class Segmenting(Protocol):
-    """What a checkpoint asks of a kind of memories; one module for each implements it. Locks are held meanwhile."""
-
-    def cut_contents(self, memory: Any, since: Marks, /) -> segments.Content:
-        """The contents, with what has changed since the earlier checkpoint."""
-
-    def marks_of(self, memory: Any, /) -> Marks:
-        """The state of a memory now, for the next checkpoint's `cut_contents`."""
-
-    def restorer(self, memory: Any, path: Path, reader: Reader, header: Mapping[str, Any], /) -> Callable[[], None]:
-        """Checks the contents, and returns a function that restores them; raises anything if they do not fit."""
 
 
 class MemoryPart(Part):
@@ -43,10 +27,9 @@ class MemoryPart(Part):
 
     turn = 3
 
-    def __init__(self, label: str, memory: Memory | Buffer) -> None:
+    def __init__(self, label: str, memory: Stored) -> None:
         super().__init__(label)
         self._memory = memory
-        self._segmenting: Segmenting = memory_segmenting if isinstance(memory, Memory) else buffer_segmenting
         self._marks: Marks = {}  # of the newest checkpoint
         self._next: Marks = {}  # of the one that is being written
 
@@ -57,8 +40,8 @@ class MemoryPart(Part):
     def save(self, folder: Path, before: Path | None, known: Entry) -> Entry:
         earlier = None if before is None else before / self._folder
         with self._memory._hold_locks():
-            self._next = self._segmenting.marks_of(self._memory)
-            content = self._segmenting.cut_contents(self._memory, self._marks)
+            self._next = segmenting.marks_of(self._memory)
+            content = segmenting.cut_contents(self._memory, self._marks)
             checksums = segments.write(folder / self._folder, content, earlier, known.get("checksums", {}))
         return {"folder": self._folder, "class": type(self._memory).__name__, "checksums": checksums}
 
@@ -70,12 +53,12 @@ class MemoryPart(Part):
         with name_damage(f"{path}: damaged, or of another memory"):
             reader.verify()
             with self._memory._hold_locks():
-                restore = self._segmenting.restorer(self._memory, path, reader, header)
+                restore = segmenting.restorer(self._memory, path, reader, header)
 
         def restore_and_mark() -> None:
             with self._memory._hold_locks():
                 restore()
-                self._next = self._segmenting.marks_of(self._memory)
+                self._next = segmenting.marks_of(self._memory)
 
         return restore_and_mark
 
@@ -132,7 +115,7 @@ def make_memory_part(label: str, memory: Any) -> MemoryPart | RayReplayPart:
     Raises:
         TypeError: it is no memory of rlstructs.
     """
-    if isinstance(memory, (Memory, Buffer)):
+    if isinstance(memory, Stored):
         return MemoryPart(label, memory)
     if isinstance(memory, RayReplay):
         return RayReplayPart(label, memory)

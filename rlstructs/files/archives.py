@@ -23,17 +23,17 @@ import numpy as np
 from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
 from rlstructs.files.opening import open_file, read_at, read_into, read_pieces, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
-from rlstructs.files.torch_archive import write_bytes, write_pt
+from rlstructs.files.torch_archive import Writable, write_bytes, write_pt
 from rlstructs.files.zip_directory import Entry, read_directory
 
 __all__ = [
-    "BITS", "CHUNK", "HEADER", "READERS", "WRITERS", "Archive", "NewFile", "Reader", "checksum", "file_checksum",
+    "BITS", "HEADER", "READERS", "WRITERS", "Archive", "Checked", "NewFile", "Reader", "checksum", "file_checksum",
     "npz_checksum",
 ]  # fmt: skip
 
 HEADER = "__header__"
-# Bytes that are read at a time.
-CHUNK = 1 << 20
+# Bytes that are read and summed up at a time, few enough for a core's cache.
+CHUNK = 1 << 18
 
 
 class Reader(Protocol):
@@ -354,10 +354,10 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
                 _write_npy(member, array)
 
 
-def _write_npy(member: IO[bytes], array: Any) -> None:
+def _write_npy(member: Writable, array: Any) -> None:
     values = np.asarray(array)
-    descr = np.lib.format.dtype_to_descr(values.dtype)
-    np.lib.format.write_array_header_1_0(member, {"descr": descr, "fortran_order": False, "shape": values.shape})
+    header = {"descr": np.lib.format.dtype_to_descr(values.dtype), "fortran_order": False, "shape": values.shape}
+    np.lib.format.write_array_header_1_0(cast("IO[bytes]", member), header)
     write_bytes(member, values)
 
 
@@ -377,20 +377,20 @@ def file_checksum(path: Path) -> int:
 
 def npz_checksum(array: Any) -> int:
     """The checksum that an `.npz` file would have of an array; see `Archive.checksum_of`."""
-    member = _Checksum()
-    _write_npy(cast("IO[bytes]", member), array)
-    return member.value
+    member = Checked()
+    _write_npy(member, array)
+    return member.checksum
 
 
-class _Checksum:
-    """Takes what is written to a member of an archive, and keeps only its checksum."""
+class Checked:
+    """Sums up what is written, and passes it on to a file if there is one."""
 
-    def __init__(self) -> None:
-        self.value = 0
+    def __init__(self, file: Writable | None = None) -> None:
+        self.checksum, self._file = 0, file
 
     def write(self, data: Any) -> int:
-        self.value = zlib.crc32(data, self.value)
-        return len(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+        return len(data) if self._file is None else self._file.write(data)
 
 
 def _write_pt(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:

@@ -18,9 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.files.archives import HEADER, NewFile, Reader, check_bools, checksum
+from rlstructs.files.archives import HEADER, Checked, NewFile, Reader, check_bools, checksum, read_slots
 from rlstructs.files.hdf5_objects import ReadFile, chunk_of, filters_of, find_dataset, read_checksum, spec_of
-from rlstructs.files.opening import open_file, size_of
+from rlstructs.files.opening import open_file, read_into, size_of
+from rlstructs.files.torch_archive import write_bytes
 
 # Compressions that HDF5 always has, and the most by which they shrink data, which is zlib's limit.
 COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032
@@ -61,15 +62,32 @@ def write_h5(
         raise SpecError(f"compression must be None or one of {COMPRESSIONS}, got {compression!r}")
     with closing(NewFile(path)) as new, import_h5py().File(new, "w", libver=("v110", "v110")) as file:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
-            values = np.asarray(array, order="C")
+            values = np.asarray(array)
             if compression is not None and values.size and values.ndim and name != HEADER:
                 chunks = chunk_shape(values.shape, values.itemsize)
                 file.create_dataset(name, data=values, chunks=chunks, compression=compression, fletcher32=True)
             else:
-                dataset = file.create_dataset(name, data=values)
-                dataset.attrs[CHECKSUM] = np.uint32(zlib.crc32(values.data))
+                _write_plain(file, new, name, values)
             if new.error is not None:
                 return  # what follows would not be written either
+
+
+def _write_plain(file: Any, new: NewFile, name: str, values: np.ndarray) -> None:
+    """Writes an array in one piece, and its checksum; its bytes do not pass through libhdf5, which takes longer."""
+    from h5py import h5d, h5p
+
+    plist = h5p.create(h5p.DATASET_CREATE)
+    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # so that there is a place for them
+    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    dataset = file.create_dataset(name, values.shape, values.dtype, dcpl=plist)
+    offset = dataset.id.get_offset()
+    if offset is None:  # a single number, or none at all
+        dataset[...] = values
+    else:
+        new.seek(offset)
+    member = Checked(None if offset is None else new)
+    write_bytes(member, values)
+    dataset.attrs[CHECKSUM] = np.uint32(member.checksum)
 
 
 def chunk_nbytes(nbytes: int) -> float:
@@ -105,6 +123,7 @@ class _Hdf5:
         self._file, self._raw, self._compressed = file, raw, compressed
         self._nbytes_left = size_of(raw)  # not claimed by any array yet
         self._datasets: dict[str, Any] = {}
+        self._offsets: dict[str, int | None] = {}
         self._specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         text = np.empty(self.spec_of(HEADER)[1], np.uint8)
         self._verify(HEADER)
@@ -133,6 +152,8 @@ class _Hdf5:
             if packed and nbytes_of_chunk > MARGIN * chunk_nbytes(nbytes):
                 raise ValueError(f"{name!r}: has chunks of {nbytes_of_chunk:,} bytes, which rlstructs never writes")
         self._datasets[name], self._specs[name] = dataset, (dtype, shape)
+        # None if it has no bytes, or does not have them in one piece.
+        self._offsets[name] = None if chunks is not None else dataset.id.get_offset()
         return dtype, shape
 
     def verify(self) -> None:
@@ -145,7 +166,7 @@ class _Hdf5:
         if dataset.chunks is not None:
             self._verify_chunks(name, math.prod(dataset.chunks) * dtype.itemsize)
             return
-        offset = dataset.id.get_offset()  # None if it has no bytes, or has them in a table
+        offset = self._offsets[name]
         written = read_checksum(dataset, CHECKSUM)
         if written is not None and checksum(self._raw, offset or 0, nbytes if offset is not None else 0) != written:
             raise ValueError(f"{name!r}: its checksum is wrong")
@@ -165,8 +186,10 @@ class _Hdf5:
                 _check_bools(name, part)
 
     def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
-        shape = self._specs[name][1]
-        if array.size and array.size == math.prod(shape):
+        shape, offset = self._specs[name][1], self._offsets[name]
+        if array.size and offset is not None:
+            read_into(self._raw, offset + first * array.itemsize, array.reshape(-1).view(np.uint8).data)
+        elif array.size and array.size == math.prod(shape):
             self._datasets[name].read_direct(array.reshape(shape))
         elif array.size:
             row = math.prod(shape[1:])
@@ -175,7 +198,9 @@ class _Hdf5:
             array[...] = rows.reshape(-1)[skipped : skipped + array.size].reshape(array.shape)
 
     def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
-        if array.size:
+        if self._offsets[name] is not None:
+            read_slots(self, name, array, start)
+        elif array.size:
             self._datasets[name].read_direct(array, np.s_[:, start : start + array.shape[1]])
 
 

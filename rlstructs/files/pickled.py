@@ -24,6 +24,8 @@ BITS = {
     "complex32": "int32",
     **{str(dtype).removeprefix("torch."): "uint8" for dtype in FLOAT8},
 }
+# The numbers in a pickle, by their forms.
+NUMBERS = {form: struct.Struct(form) for form in ("<B", "<H", "<I", "<i", ">d")}
 # The most values on the stack; `torch.save` writes the entries of a dictionary in batches of a thousand.
 MOST_WAITING = 10_000
 
@@ -122,9 +124,13 @@ class Unpickler:
         Raises:
             ValueError, TypeError: this is not what `torch.save` writes for a dictionary of tensors.
         """
-        while (code := self._take(1)) != b".":
-            step = self.steps.get(code)
+        data, steps = self._data, self.steps
+        while (code := data[self._at : self._at + 1]) != b".":
+            self._at += 1
+            step = steps.get(code)
             if step is None:
+                if not code:
+                    raise ValueError("its pickle ends too early")
                 raise ValueError(f"it holds more than tensors: instruction {code!r}")
             step(self)
             if len(self._stack) > self.most_waiting:
@@ -139,7 +145,11 @@ class Unpickler:
         return taken
 
     def _take_number(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        kind, at = NUMBERS[form], self._at
+        self._at = at + kind.size
+        if self._at > len(self._data):
+            raise ValueError("its pickle ends too early")
+        return kind.unpack_from(self._data, at)[0]
 
     def _take_line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 200)
@@ -192,9 +202,10 @@ class Unpickler:
         self._push(int.from_bytes(self._take(n), "little", signed=True))
 
     def _tuple(self, values: list[Any]) -> None:
-        if len(values) > MOST_AXES or any(type(value) is _NestedTuple for value in values):
+        kinds = {*map(type, values)}
+        if len(values) > MOST_AXES or _NestedTuple in kinds:
             raise ValueError("it holds a tuple that is not a shape")
-        self._push((_NestedTuple if any(type(value) is tuple for value in values) else tuple)(values))
+        self._push((_NestedTuple if tuple in kinds else tuple)(values))
 
     def _tuple_of(self, n: int) -> None:
         self._tuple([self._pop() for _ in range(n)][::-1])

@@ -201,7 +201,8 @@ def open_folder(folder: Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FileError(f"{path}: damaged: {clean_text(error)}") from error
         # A dtype and shape, as `reader.spec_of` gives them, is all that is asked of these.
-        yield reader, {**header, "arrays": dict.fromkeys([*header["arrays"], *reader.cut]), "state": reader.state}
+        with reader.opened:
+            yield reader, {**header, "arrays": dict.fromkeys([*header["arrays"], *reader.cut]), "state": reader.state}
 
 
 @dataclass(frozen=True)
@@ -243,10 +244,13 @@ class SegmentReader:
     Attributes:
         cut: the arrays that are cut.
         state: what was given as the state.
+        opened: holds the file that was read last.
     """
 
     def __init__(self, folder: Path, whole: Reader, header: Mapping[str, Any]) -> None:
         self._folder, self._whole, self.text = folder, whole, whole.text
+        self.opened, self._name = contextlib.ExitStack(), ""
+        self._archive: Reader | None = None
         state = header["state"]
         self.state, self.cut = state["own"], dict[str, _CutArray]()
         for group, known in state["groups"].items():
@@ -302,6 +306,14 @@ class SegmentReader:
         else:
             self._whole.read_slots(name, array, start)
 
+    def _open(self, group: str, number: int) -> Reader:
+        """Opens a file; it stays open until another is asked for, because its arrays are read in pieces."""
+        name = _file_name(group, number)
+        if self._archive is None or self._name != name:
+            self.opened.close()
+            self._archive, self._name = self.opened.enter_context(READERS[ENDING](self._folder / name)), name
+        return self._archive
+
     def _read_in_order(self, name: str, numbers: np.ndarray, first: int) -> None:
         """Reads numbers of an array whose files follow one another."""
         cut = self.cut[name]
@@ -310,8 +322,7 @@ class SegmentReader:
         while done < numbers.size:
             number, skipped = divmod(first + done, per_file)
             part = numbers[done : done + per_file - skipped]
-            with READERS[ENDING](self._folder / _file_name(cut.group, number)) as archive:
-                archive.read_into(name, part, skipped)
+            self._open(cut.group, number).read_into(name, part, skipped)
             done += part.size
 
     def _read_across(self, name: str, array: np.ndarray, first: int) -> None:
@@ -322,8 +333,7 @@ class SegmentReader:
             low, high = max(start, first), min(stop, end)
             if low < high:
                 piece = np.empty(cut.piece_shape(low, high), cut.dtype)
-                with READERS[ENDING](self._folder / _file_name(cut.group, number)) as archive:
-                    archive.read_slots(name, piece, low - start)
+                self._open(cut.group, number).read_slots(name, piece, low - start)
                 array[:, low - first : high - first] = piece
 
 

@@ -18,9 +18,10 @@ from rlstructs.checks import clean_text
 from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import name_damage, open_file, read_at, read_bytes, size_of
-from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING, plan_restore, write_rows
+from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING_NAME, RowsReader, check_sizes, check_tensors
+from rlstructs.replay import saving
+from rlstructs.replay.claims import check_counters
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.ring import Ring
 from rlstructs.replay.span import Span
 from rlstructs.replay.values import to_bits
 
@@ -37,11 +38,12 @@ CHECKSUM, ROWS_CHECKSUM = "crc32", "rows_crc32"
 ORDER, STORED = "order", "stored"
 
 
-def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> None:
+def save(memory: Memory, path: Path) -> None:
     """Writes the valid rows to a .csv, and everything else to a .json of the same name."""
     tensors, names = memory._tensors, memory.get_tensor_names()
-    rows = _list_rows(tensors.allocate().span())
-    more = {name: array.tolist() for name, array in bookkeeping.items()}
+    arrays, _, saved = saving.contents(memory)
+    rows = _list_rows(tensors.storage.span())
+    more = {name: arrays[name].tolist() for name in BOOKKEEPING if name in arrays}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
     with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
         with open(temporary, "x", newline="", encoding="utf-8") as file:
@@ -51,7 +53,7 @@ def save(memory: Memory, path: Path, bookkeeping: Mapping[str, np.ndarray]) -> N
                 some = rows[start : start + 4096]
                 lists = [tensors.read_numbers(name, some).reshape(some.size, -1).tolist() for name in names]
                 writer.writerows(itertools.chain.from_iterable(row) for row in zip(*lists, strict=True))
-        own = {**format_of, **memory._state(), ORDER: STORED}
+        own = {**format_of, **saved, ORDER: STORED}
         state = {**own, "more": more, ROWS_CHECKSUM: _checksum_of_lines(temporary)}
         with open(beside, "x", encoding="utf-8") as file:
             file.write(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
@@ -100,11 +102,14 @@ def load(memory: Memory, path: Path) -> None:
         _verify(path, state)
         given = state["more"]
         more = {name: _parse_bookkeeping(given[name], dtype) for name, dtype in BOOKKEEPING.items() if name in given}
-        specs, restore = plan_restore(memory, path, state, more)
-        span = Span(Ring(more[RING], memory.memory_size), memory._tensors.storage.columns)
-        lane_rows = _list_rows(span) if state.get(ORDER) == STORED else span.by_step()  # older files are by time
-        tensors = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(lane_rows))
-        write_rows(memory, path, specs, lane_rows, tensors)
+        tensors, num_envs, memory_size = memory._tensors, memory.num_envs, memory.memory_size
+        check_sizes(tensors, path, state)
+        specs = check_tensors(tensors, path, state["tensors"])
+        span = Span(check_counters(more[RING_NAME], num_envs, memory_size), tensors.storage.columns)
+        rows = _list_rows(span) if state.get(ORDER) == STORED else span.by_step()  # older files are by time
+        values = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(rows))
+        header = {"class": KIND, "arrays": [*specs, *more], "state": state}
+        restore = saving.restorer(memory, path, RowsReader(tensors, specs, rows, values, more), header)
     restore()
 
 

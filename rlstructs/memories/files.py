@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError
 from rlstructs.files import layout
-from rlstructs.files.archives import Archive, Reader
+from rlstructs.files.archives import Archive
 from rlstructs.files.opening import is_of_system, open_file
 from rlstructs.memories import csv_files, skrl_files
-from rlstructs.memories.restoring import (
-    BOOKKEEPING,
-    EPISODES,
-    KIND,
-    RING,
-    check_shapes,
-    plan_restore,
-    read_tensors,
-)
-from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay import saving
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
@@ -64,16 +52,10 @@ def save(memory: Memory, path: Path, format: str) -> Path:  # noqa: A002
     """Writes a memory to a file and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "csv":
-        csv_files.save(memory, path, _collect_bookkeeping(memory))
+        csv_files.save(memory, path)
     else:
-        layout.write(path, KIND, *contents(memory))
+        saving.save(memory, path)
     return path
-
-
-def contents(memory: Memory) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
-    dtypes = {name: "bfloat16" for name in memory._tensors.dtypes if memory._tensors.spec_of(name).is_bfloat16}
-    return {**_collect_tensors(memory), **_collect_bookkeeping(memory)}, dtypes, memory._state()
 
 
 def load(memory: Memory, path: Path) -> None:
@@ -88,25 +70,7 @@ def load(memory: Memory, path: Path) -> None:
             skrl_files.load(memory, path, cast("Archive", reader))
             return
         reader.verify()
-        restorer(memory, path, reader, header)()
-
-
-def restorer(memory: Memory, path: Path, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
-    """Checks what `contents` gave, and returns a function that restores a memory from it.
-
-    Raises:
-        FileError, ValueError, KeyError, TypeError: it does not fit; nothing changes.
-    """
-    layout.check_class(path, header, KIND)
-    more = {name: _read_array(reader, name) for name in BOOKKEEPING if name in header["arrays"]}
-    specs, restore_rest = plan_restore(memory, path, header["state"], more)
-    check_shapes(memory, specs, reader)
-
-    def restore() -> None:
-        read_tensors(memory, path, specs, reader)
-        restore_rest()
-
-    return restore
+        saving.restorer(memory, path, reader, header)()
 
 
 def _load_csv(memory: Memory, path: Path) -> None:
@@ -125,25 +89,3 @@ def _load_csv(memory: Memory, path: Path) -> None:
             raise
         alone = f"without it this is no file of skrl's either: {clean_text(error)}"
         raise FileNotFoundError(f"{beside}: no such file; {alone}") from error
-
-
-def _collect_tensors(memory: Memory) -> dict[str, Any]:
-    columns, lead = memory._tensors.allocate().columns, memory._tensors.lead
-    # Sorted by name, as in skrl's files.
-    return {name: columns.to_file(name, (*lead, *columns.specs[name].shape)) for name in memory.get_tensor_names()}
-
-
-def _collect_bookkeeping(memory: Memory) -> dict[str, np.ndarray]:
-    storage = memory._tensors.allocate()
-    storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
-    arrays = {RING: storage.ring.counters.copy(), **memory._more_arrays()}
-    if storage.episodes is not None:
-        arrays[EPISODES] = storage.episodes.columns.flat[EPISODE]
-    return arrays
-
-
-def _read_array(reader: Reader, name: str) -> np.ndarray:
-    dtype, shape = reader.spec_of(name)
-    array = np.empty(shape, dtype)
-    reader.read_into(name, array)
-    return array

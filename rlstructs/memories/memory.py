@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
 from rlstructs.memories.feeding import MemoryFeed
 from rlstructs.memories.intake import Intake
+from rlstructs.memories.restoring import MemoryForm
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
-from rlstructs.replay.claims import Claims, plain_state
-from rlstructs.replay.copies import CopiedWhole
+from rlstructs.replay.buffer import Stored
+from rlstructs.replay.claims import plain_state
 from rlstructs.replay.from_trajectories import take_trajectories
 from rlstructs.replay.span import find_starts
 from rlstructs.replay.streams import Stream
 from rlstructs.replay.values import generator_of, row_ids
 
 
-class Memory(CopiedWhole, ABC):
+class Memory(Stored, ABC):
     """Named tensors `(memory_size, num_envs, *data)` that hold the newest rows of every environment.
 
     Methods of skrl's memories take arguments by name, or by position as before skrl 2.
@@ -47,6 +48,7 @@ class Memory(CopiedWhole, ABC):
     """
 
     framework: Framework
+    _form = MemoryForm()
 
     def __init__(
         self,
@@ -72,18 +74,6 @@ class Memory(CopiedWhole, ABC):
         self.export_directory = export_directory
         self.sampling_indexes: Any = None
         self._stream = Stream(generator_of(self.framework.draw_seed() if seed is None else seed))
-
-    def __len__(self) -> int:
-        """Number of valid rows, over all environments."""
-        return len(self._storage)
-
-    @property
-    def _rng(self) -> np.random.Generator:
-        return self._stream.generator
-
-    @_rng.setter
-    def _rng(self, generator: np.random.Generator) -> None:
-        self._stream.generator = generator
 
     @property
     def device(self) -> Any:
@@ -386,26 +376,6 @@ class Memory(CopiedWhole, ABC):
         following = self._storage.counters.continuity.following(self._storage.ring.head).tolist()
         own = {"tensors": self._tensors.describe(), "following": following}
         return {**sizes, **own, "rng": plain_state(self._rng)}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        """More arrays that a subclass saves."""
-        return {}
-
-    def _plan_more(
-        self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
-    ) -> Callable[[], None]:
-        """Checks what a subclass saved and returns a function that restores it.
-
-        Raises:
-            ValueError, KeyError, TypeError: it does not fit.
-        """
-        return lambda: None
-
-    def _locks(self) -> Sequence[Any]:
-        return [self._storage.lock]
-
-    def _content(self) -> Any:
-        return self._storage._content()
 
 
 def _check_most(name: str, value: Any, most: int) -> int:

@@ -93,8 +93,8 @@ class PrioritizedMemory(RandomMemory):
     def _locks(self) -> Sequence[Any]:
         return [self._priorities.lock, *super()._locks()]
 
-    def _content(self) -> Any:
-        return super()._content(), self._priorities.version
+    def _version_of_priorities(self) -> int:
+        return self._priorities.version
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), **self._priorities.state(), "n_samples": self.n_samples}
@@ -102,8 +102,8 @@ class PrioritizedMemory(RandomMemory):
     def _more_arrays(self) -> dict[str, np.ndarray]:
         return self._priorities.arrays()
 
-    def _plan_more(
-        self, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], claims: Claims
+    def _restorer(
+        self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
         priorities = self._priorities.restored(arrays, state, claims)
         priorities.lock = self._priorities.lock  # other threads wait for it

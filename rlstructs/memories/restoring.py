@@ -1,9 +1,9 @@
-"""Checks that a file fits a memory, and restores the memory from the file."""
+"""The form of a memory in files, and tensors that are restored from a file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,56 +13,98 @@ from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
 from rlstructs.files.archives import Reader
 from rlstructs.memories.tensors import Tensors
-from rlstructs.replay.claims import (
-    Claims,
-    check_counters,
-    check_episodes,
-    dtype_called,
-    following_in,
-    generator_in,
-    row_shape,
-    whole,
-)
-from rlstructs.replay.columns import Columns, Spec
+from rlstructs.replay.claims import dtype_called, row_shape, whole
+from rlstructs.replay.columns import Spec
 from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
+from rlstructs.replay.restoring import (
+    EPISODES,
+    MORE,
+    RING,
+    ROWS,
+    SavedArrays,
+    count_bytes,
+    make_room,
+    restore_columns,
+)
 from rlstructs.replay.roles import ENDS
-from rlstructs.replay.row_ids import SLOT
+from rlstructs.replay.saving import Arrays, Contents, Form, Found, require_room
+from rlstructs.replay.store import Storage
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
 
 KIND = "Memory"
-# Arrays in a file that are not tensors.
-RING, EPISODES = "__ring__", "__episodes__"
+# Names in a file of arrays that are no tensors.
+RING_NAME, EPISODES_NAME = "__ring__", "__episodes__"
+NAMES = {
+    RING: RING_NAME,
+    EPISODES: EPISODES_NAME,
+    **{MORE + name: name for name in (FOLLOWED_STEPS, DRAWN_ROWS, TREE_LEAVES)},
+}
 BOOKKEEPING = {
-    RING: np.int64, EPISODES: np.int32, FOLLOWED_STEPS: np.int64, DRAWN_ROWS: np.int64, TREE_LEAVES: np.float64,
+    RING_NAME: np.int64, EPISODES_NAME: np.int32, FOLLOWED_STEPS: np.int64, DRAWN_ROWS: np.int64,
+    TREE_LEAVES: np.float64,
 }  # fmt: skip
 
 
-def plan_restore(
-    memory: Memory, path: Path, state: Any, more: Mapping[str, np.ndarray]
-) -> tuple[dict[str, Spec], Callable[[], None]]:
-    """Checks a file; returns the specs of its tensors and a function that restores the rest.
+class MemoryForm(Form):
+    """Whole tensors `(memory_size, num_envs, *data)` by their names, as in skrl's files, beside bookkeeping."""
 
-    Raises:
-        FileError, ValueError, KeyError, TypeError: the file does not fit the memory.
-    """
-    tensors, sizes = memory._tensors, tuple(whole(name, state[name], 1) for name in ("memory_size", "num_envs"))
+    has_every_slot = True
+
+    def kind(self, buffer: Memory) -> str:
+        return KIND
+
+    def name(self, name: str) -> str:
+        return NAMES.get(name, name.removeprefix(ROWS))
+
+    def group(self, arrays: str, number: int) -> str:
+        return arrays
+
+    def write(self, buffer: Memory, arrays: Arrays, dtypes: dict[str, str], state: dict[str, Any]) -> Contents:
+        if EPISODES in arrays:
+            arrays[EPISODES] = arrays[EPISODES].reshape(-1, 2)
+        ordered = sorted(arrays, key=lambda name: (not name.startswith(ROWS), name))  # tensors as in skrl's files
+        named = {self.name(name): arrays[name] for name in ordered}
+        return named, {self.name(name): dtype for name, dtype in dtypes.items()}, buffer._state()
+
+    def read(self, buffer: Memory, path: Path, arrays: SavedArrays, state: Mapping[str, Any]) -> Found:
+        n_slots, n_lanes = check_sizes(buffer._tensors, path, state)
+        stored = {name: self.name(name) for name in (*NAMES, *(ROWS + tensor for tensor in state["tensors"]))}
+        found = arrays.renamed({name: each for name, each in stored.items() if each in arrays.specs})
+        dtype, shape = found.specs.get(EPISODES, (None, ()))
+        if dtype is not None and shape == (n_slots * n_lanes, 2):
+            found.specs[EPISODES] = dtype, (n_slots, n_lanes, 2)
+        sizes = {"n_lanes": n_lanes, "capacity": n_slots, "alignment": n_slots, "n_slots": n_slots}
+        specs = check_tensors(buffer._tensors, path, state["tensors"])
+        for name, spec in specs.items():
+            found.check(ROWS + name, spec.dtype, (n_slots, n_lanes, *spec.shape))
+        if EPISODES in found.specs:
+            found.check(EPISODES, np.int32, (n_slots, n_lanes, 2))
+        elif ends := [name for name in specs if name in ENDS]:
+            raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
+        return found, {**state, **sizes, "own": state}, specs, {}
+
+    def storage(self, buffer: Memory) -> Storage:
+        return buffer._tensors.allocate()
+
+    def adopt(self, buffer: Memory, specs: Mapping[str, Spec]) -> None:
+        tensors = buffer._tensors
+        if any(name in ENDS for name in specs):
+            tensors.storage.track_episodes()
+        for name, spec in specs.items():
+            if name not in tensors.dtypes:
+                tensors.dtypes[name] = find_dtype(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name)
+            tensors.planned.pop(name, None)  # now that the column is there: other threads look here first
+
+
+def check_sizes(tensors: Tensors, path: Path, state: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the sizes in a file; raises FileError if they are not those of these tensors."""
+    sizes = whole("memory_size", state["memory_size"], 1), whole("num_envs", state["num_envs"], 1)
     if sizes != tensors.lead:
         held = "memory_size {} and num_envs {}, this memory has {} and {}".format(*sizes, *tensors.lead)
         raise FileError(f"{path}: holds {held}")
-    specs = check_tensors(tensors, path, state["tensors"])
-    claims = Claims(check_counters(more[RING], memory.num_envs, memory.memory_size), SLOT, specs)
-    episodes = _check_episodes(memory, more, claims)
-    generator, following = generator_in(state["rng"]), following_in(state, memory.num_envs)
-    restore_more = memory._plan_more(more, state, claims)
-
-    def restore() -> None:
-        tensors.storage.restore(claims.ring.counters, episodes, following)  # old files have no episodes
-        memory._rng = generator
-        restore_more()
-
-    return specs, restore
+    return sizes
 
 
 def check_complete(tensors: Tensors, path: Path, found: Iterable[str]) -> None:
@@ -96,76 +138,70 @@ def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dic
     return specs
 
 
-def _check_episodes(memory: Memory, more: Mapping[str, np.ndarray], claims: Claims) -> np.ndarray | None:
-    """Returns the episodes of a file, int32 (num_envs, memory_size, 2); None if it has none.
-
-    Raises:
-        ValueError: they are missing, or make no sense.
-    """
-    if EPISODES not in more:
-        if ends := [name for name in claims.specs if name in ENDS]:
-            raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
-        return None
-    episodes = more[EPISODES]
-    if episodes.dtype != np.int32 or episodes.shape != (claims.n_rows, 2):
-        raise ValueError(f"its episodes are {episodes.dtype} {episodes.shape}, needed is int32 {(claims.n_rows, 2)}")
-    episodes = episodes.reshape(memory.memory_size, memory.num_envs, 2).swapaxes(0, 1)
-    check_episodes(episodes, claims.ring)
-    return episodes
-
-
 def find_dtype(tensors: Tensors, name: str, dtype: Any) -> Any:
     """The library's dtype for a tensor in a file, by the name of its dtype there."""
     return tensors.convert_dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
-def _prepare_columns(memory: Memory, path: Path, specs: Mapping[str, Spec]) -> Columns:
-    """Creates missing tensors, drops all rows, and returns the columns, which are then filled.
+def refill(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
+    """Drops all rows, and reads whole tensors of another program, which says nothing else.
 
     Raises:
-        SpecError, OutOfMemoryError: a tensor cannot be created; nothing changes.
+        ValueError, KeyError, OutOfMemoryError: they do not fit; nothing changes.
     """
-    tensors = memory._tensors
-    missing = {name: spec for name, spec in specs.items() if name not in tensors.dtypes}
-    tensors.check_room(str(path), missing.values())
-    for name, spec in missing.items():
-        tensors.plan(name, find_dtype(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name), spec.shape)
-    try:
-        columns = tensors.allocate().columns
-    except BaseException:
-        tensors.forget(missing)
-        raise
-    memory.reset()
-    return columns
-
-
-def check_shapes(memory: Memory, specs: Mapping[str, Spec], reader: Reader) -> None:
-    """Raises ValueError if a tensor in a file has another dtype or shape than it should have."""
+    storage, n_slots = memory._storage, memory.memory_size
+    arrays = SavedArrays(reader, {ROWS + name: name for name in specs})
     for name, spec in specs.items():
-        found, needed = reader.spec_of(name), (spec.dtype, (*memory._tensors.lead, *spec.shape))
-        if found != needed:
-            raise ValueError(f"tensor {name!r} is {found[0]} {found[1]}, needed is {needed[0]} {needed[1]}")
+        arrays.check(ROWS + name, spec.dtype, (*memory._tensors.lead, *spec.shape))
+    require_room(path, count_bytes(storage, specs, {}, arrays, (n_slots, n_slots)), storage.columns)
+    drop_rows = make_room(storage, specs, {}, n_slots)
+    memory.reset()
+    drop_rows()
+    memory._form.adopt(memory, specs)
+    restore_columns(storage, arrays, {}, {}, n_slots, storage.ring.counters)
 
 
-def read_tensors(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
-    """Drops all rows, and reads tensors from a file, whose shapes `check_shapes` has checked."""
-    columns = _prepare_columns(memory, path, specs)
-    for name in specs:
-        columns.read_into(name, partial(reader.read_into, name))
-
-
-def write_rows(memory: Memory, path: Path, specs: Mapping[str, Spec], rows: np.ndarray, found: Any) -> None:
-    """Drops all rows and writes those of a file; the others become unwritten.
+class RowsReader:
+    """Reads tensors of which a file holds some rows, as if it held all; the others are unwritten.
 
     Args:
-        memory: the memory.
-        path: the file.
+        tensors: of the memory.
         specs: name -> spec of each tensor.
-        rows: int64 (n,), flat indexes.
-        found: name -> `(n, *shape)`; may be empty without rows.
+        rows: int64 (n,), flat indexes, no two the same.
+        values: name -> `(n, *shape)`; may be empty without rows.
+        more: further arrays, by name.
     """
-    columns = _prepare_columns(memory, path, specs)
-    for name, spec in specs.items():
-        columns.put_rows(name, slice(None), columns.value(name, spec.unwritten))
-        if rows.size:
-            columns.put_rows(name, rows, columns.converted(name, found[name], spec))
+
+    text = ""
+
+    def __init__(
+        self, tensors: Tensors, specs: Mapping[str, Spec], rows: np.ndarray, values: Mapping[str, np.ndarray],
+        more: Mapping[str, np.ndarray],
+    ) -> None:  # fmt: skip
+        self._lead, self._specs, self._rows, self._values, self._more = tensors.lead, specs, rows, values, more
+
+    def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and shape of an array."""
+        if name in self._more:
+            return self._more[name].dtype, self._more[name].shape
+        return self._specs[name].dtype, (*self._lead, *self._specs[name].shape)
+
+    def verify(self) -> None:
+        """Does nothing: the text has been parsed."""
+
+    def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
+        """Is not needed: no array has the slots of one lane after another."""
+        raise NotImplementedError
+
+    def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
+        """Copies numbers of an array."""
+        if name in self._more:
+            array[...] = self._more[name].reshape(-1)[first : first + array.size].reshape(array.shape)
+            return
+        spec = self._specs[name]
+        found = array.reshape(math.prod(array.shape[:2]), *spec.shape)
+        found[...] = spec.unwritten
+        if self._rows.size:
+            at = self._rows - first // math.prod(spec.shape)
+            inside = (at >= 0) & (at < len(found))
+            found[at[inside]] = self._values[name][inside]

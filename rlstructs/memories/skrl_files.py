@@ -23,14 +23,7 @@ from rlstructs.errors import FileError
 from rlstructs.files.archives import Archive
 from rlstructs.files.opening import name_damage, open_file
 from rlstructs.memories import csv_files
-from rlstructs.memories.restoring import (
-    check_complete,
-    check_shapes,
-    check_tensors,
-    find_dtype,
-    read_tensors,
-    write_rows,
-)
+from rlstructs.memories.restoring import RowsReader, check_complete, check_tensors, find_dtype, refill
 from rlstructs.memories.tensors import Tensors
 from rlstructs.replay.columns import Spec
 
@@ -51,8 +44,7 @@ def load(memory: Memory, path: Path, archive: Archive) -> None:
     with name_damage(f"{path}: not a file of tensors, or a damaged one"):
         archive.verify()
         specs = check_tensors(memory._tensors, path, _list_tensors(memory._tensors, path, archive))
-        check_shapes(memory, specs, archive)
-        read_tensors(memory, path, specs, archive)
+        refill(memory, path, specs, archive)
     _set_valid_rows(memory, _count_rows(memory._tensors, specs))
 
 
@@ -103,7 +95,7 @@ def load_csv(memory: Memory, path: Path) -> None:
         n_rows, specs, found = csv_files.read_rows(file, sizes, most, find_spec)
     if not n_rows:  # it does not say what its tensors hold: those that there are stay, and none is created
         specs = {name: _choose_spec(tensors, name, [""] * n) for name, n in sizes.items() if name in tensors.dtypes}
-    write_rows(memory, path, specs, np.arange(n_rows), found)
+    refill(memory, path, specs, RowsReader(tensors, specs, np.arange(n_rows), found, {}))
     _set_valid_rows(memory, n_rows)
 
 

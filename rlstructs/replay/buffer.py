@@ -15,6 +15,7 @@ from rlstructs.replay.copies import CopiedWhole
 from rlstructs.replay.export import Exporter
 from rlstructs.replay.intake import Intake
 from rlstructs.replay.reading import Reading
+from rlstructs.replay.saving import Form
 from rlstructs.replay.span import Span
 from rlstructs.replay.store import Storage
 from rlstructs.replay.streams import Stream
@@ -26,7 +27,66 @@ Arrays = Mapping[str, np.ndarray]
 Restore = Callable[[], None]
 
 
-class Buffer(CopiedWhole):
+class Stored(CopiedWhole):
+    """Base class of buffers and memories: a store, a random stream, and what belongs into their files."""
+
+    _storage: Storage
+    _stream: Stream
+    _intake: Any
+    _form = Form()
+    # Whether `Storage.alignment` may differ from the capacity.
+    _may_be_aligned = False
+    # Whether a file has what is in slots whose rows were dropped.
+    _keeps_dropped = False
+
+    def __len__(self) -> int:
+        """Number of valid rows."""
+        return len(self._storage)
+
+    @property
+    def _rng(self) -> np.random.Generator:
+        return self._stream.generator
+
+    @_rng.setter
+    def _rng(self, generator: np.random.Generator) -> None:
+        self._stream.generator = generator
+
+    def _locks(self) -> Sequence[Any]:
+        return [each._storage.lock for each in (self, *self._inner().values())]
+
+    def _content(self) -> Any:
+        return [each._storage._content() for each in (self, *self._inner().values())], self._version_of_priorities()
+
+    def _version_of_priorities(self) -> int:
+        """A number that every change of priorities raises."""
+        return 0
+
+    def _takes_capacity(self, capacity: int) -> bool:
+        """Whether a file with this capacity per lane fits."""
+        return capacity == self._storage.columns.capacity
+
+    def _state(self) -> dict[str, Any]:
+        """Settings and counters for the header of a file, as JSON."""
+        return {}
+
+    def _inner(self) -> Mapping[str, Stored]:
+        """Inner buffers, by name; they are saved in the same file."""
+        return {}
+
+    def _more_arrays(self) -> dict[str, np.ndarray]:
+        """More arrays for a file, beside rows, counters and episodes."""
+        return {}
+
+    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
+        """Checks `_state` and `_more_arrays` of a file and returns a function that restores them.
+
+        Raises:
+            ValueError, KeyError, TypeError: they do not fit.
+        """
+        return lambda: None
+
+
+class Buffer(Stored):
     """Base class: a store with named columns, which the first rows define.
 
     Args:
@@ -40,10 +100,6 @@ class Buffer(CopiedWhole):
     """
 
     _intake: Intake
-    # Whether `Storage.alignment` may differ from the capacity.
-    _may_be_aligned = False
-    # Whether a file has what is in slots whose rows were dropped.
-    _keeps_dropped = False
 
     def __init__(
         self, n_lanes: int, capacity: int, *, seed: np.random.Generator | int | None = None, framework: str = "torch",
@@ -56,10 +112,6 @@ class Buffer(CopiedWhole):
         self._storage.track_episodes()
         self._intake = Intake(self._storage, type(self).__name__)
 
-    def __len__(self) -> int:
-        """Number of valid rows."""
-        return len(self._storage)
-
     @property
     def framework(self) -> str:
         """Library of the samples."""
@@ -69,14 +121,6 @@ class Buffer(CopiedWhole):
     def nbytes(self) -> int:
         """Bytes of rows and bookkeeping; a frame that is stored once counts once."""
         return self._storage.nbytes
-
-    @property
-    def _rng(self) -> np.random.Generator:
-        return self._stream.generator
-
-    @_rng.setter
-    def _rng(self, generator: np.random.Generator) -> None:
-        self._stream.generator = generator
 
     @property
     def _specs(self) -> dict[str, Spec]:
@@ -109,16 +153,6 @@ class Buffer(CopiedWhole):
 
     # Files and copies
 
-    def _locks(self) -> Sequence[Any]:
-        return [each._storage.lock for each in (self, *self._inner().values())]
-
-    def _content(self) -> Any:
-        return [each._storage._content() for each in (self, *self._inner().values())], self._version_of_priorities()
-
-    def _version_of_priorities(self) -> int:
-        """A number that every change of priorities raises."""
-        return 0
-
     def save(self, path: str | Path) -> None:
         """Saves rows, counters, episodes, priorities and the random stream to a file, atomically.
 
@@ -135,27 +169,3 @@ class Buffer(CopiedWhole):
             FileError: it is damaged, of another version, or of a buffer of another size or class; nothing changes.
         """
         saving.load(self, Path(path))
-
-    def _takes_capacity(self, capacity: int) -> bool:
-        """Whether a file with this capacity per lane fits."""
-        return capacity == self._storage.columns.capacity
-
-    def _state(self) -> dict[str, Any]:
-        """Settings and counters for the header of a file, as JSON."""
-        return {}
-
-    def _inner(self) -> dict[str, Buffer]:
-        """Inner buffers, by name; they are saved in the same file."""
-        return {}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        """More arrays for a file, beside rows, counters and episodes."""
-        return {}
-
-    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
-        """Checks `_state` and `_more_arrays` of a file and returns a function that restores them.
-
-        Raises:
-            ValueError, KeyError, TypeError: they do not fit.
-        """
-        return lambda: None

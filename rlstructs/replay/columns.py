@@ -21,8 +21,8 @@ from rlstructs.replay.widening import cast
 
 # How many sets of names `gather` remembers.
 MOST_GATHERINGS = 64
-# Bytes of a column that are read from a file at a time.
-BYTES_AT_ONCE = 1 << 24
+# Bytes that are read from a file at a time: all columns of these rows stay in a core's cache meanwhile.
+BYTES_AT_ONCE = 1 << 20
 # What `_map` makes anew, and a store.
 MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate"])
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
@@ -284,13 +284,9 @@ class Columns(RowIds):
         """Values of a column, as `gather` returns them, in host memory."""
         return np.asarray(values)
 
-    def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A column in this shape, for a file: a view, or an object that numpy turns into an array."""
-        return self.flat[name].reshape(shape)
-
     def slots_to_file(self, name: str, n: int) -> Any:
-        """The first n slots of every lane, `(n_lanes, n, *shape)`, for a file; see `to_file`."""
-        return self.cells[name][:, :n]
+        """The first n slots of every lane, `(*lead(n), *shape)`: a view, or an object that numpy makes an array of."""
+        return self.by_lane(self.cells[name][:, :n])
 
     def shared_storage(self, name: str) -> tuple[Any, int] | None:
         """torch's storage of a column in shared memory, and bytes before its first row; None for any other."""
@@ -298,17 +294,6 @@ class Columns(RowIds):
         if isinstance(block, Record):
             offset, block = block.offsets[name], block.block
         return (block.storage(), offset) if isinstance(block, SharedBlock) else None
-
-    def read_into(self, name: str, read: Callable[[np.ndarray, int], None]) -> None:
-        """Fills a column; `read` fills an array (n, *shape) with numbers, from a number of the column on."""
-        rows, spec = self.flat[name], self.specs[name]
-        if self.on_host and rows.flags.c_contiguous:
-            read(rows, 0)
-            return
-        for at, n in pieces(self.n_rows, spec.nbytes):
-            piece = np.empty((n, *spec.shape), spec.dtype)
-            read(piece, at * math.prod(spec.shape))
-            self.put_rows(name, slice(at, at + n), self.converted(name, piece, spec))
 
     def value(self, name: str, number: Any) -> Any:
         """Converts a number for a column, for `put_rows`."""
@@ -331,9 +316,10 @@ class Columns(RowIds):
         """Writes to slots of lanes, an index of the first two axes of `cells`; see `put_rows`."""
         self.cells[name][lanes, slots] = values
 
-    def restore_slots(self, name: str, values: np.ndarray) -> None:
-        """Sets the first n slots of every lane to `values`, (n_lanes, n, *shape) of the column's dtype."""
-        self.put_cells(name, slice(None), slice(0, values.shape[1]), self.converted(name, values, self.specs[name]))
+    def restore_slots(self, name: str, start: int, values: np.ndarray) -> None:
+        """Sets n slots of every lane, from one on, to `values`, (n_lanes, n, *shape) of the column's dtype."""
+        slots = slice(start, start + values.shape[1])
+        self.put_cells(name, slice(None), slots, self.converted(name, values, self.specs[name]))
 
     def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
         """Overwrites valid rows, int64 (n,), no two the same; the other columns keep what they hold."""

@@ -50,7 +50,6 @@ class TensorColumns(Columns):
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
-        self._tensors: dict[str, torch.Tensor] = {}
         super().__init__(n_lanes, capacity, order)
 
     def available_bytes(self) -> int | None:
@@ -59,13 +58,6 @@ class TensorColumns(Columns):
             return super().available_bytes()
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(torch.cuda.mem_get_info(self.device)[0]) + kept
-
-    def emptied(self, capacity: int) -> Columns:
-        """See `Columns.emptied`."""
-        other = super().emptied(capacity)
-        assert isinstance(other, TensorColumns)
-        other._tensors = {}
-        return other
 
     def copy_to(self, backing: Backing) -> Callable[[], None]:
         """Raises StateError: tensors of a device cannot be moved."""
@@ -82,13 +74,9 @@ class TensorColumns(Columns):
         array: np.ndarray = values.cpu().numpy().view(self.specs[name].dtype)
         return array
 
-    def to_file(self, name: str, shape: tuple[int, ...]) -> Any:
-        """See `Columns.to_file`; the column is copied to the host when numpy asks for an array."""
-        return OnDemand(self.flat[name].reshape(shape), self.specs[name].dtype)
-
     def slots_to_file(self, name: str, n: int) -> Any:
-        """See `Columns.slots_to_file`."""
-        return OnDemand(self.cells[name][:, :n], self.specs[name].dtype)
+        """See `Columns.slots_to_file`; the column is copied to the host when numpy asks for an array."""
+        return OnDemand(super().slots_to_file(name, n), self.specs[name].dtype)
 
     def put_rows(self, name: str, rows: Any, values: Any) -> None:
         """See `Columns.put_rows`."""
@@ -121,8 +109,8 @@ class TensorColumns(Columns):
     def _index(self, at: Any) -> Any:
         return self._moved(at) if isinstance(at, np.ndarray) else at
 
-    def _rows_of(self, name: str) -> Any:
-        return self._tensors[name]
+    def _rows_in(self, name: str, block: Any, spec: Spec) -> Any:
+        return block  # a tensor
 
     # Tensors that are created in inference mode cannot be written to outside of it.
 
@@ -134,22 +122,24 @@ class TensorColumns(Columns):
         return []
 
     @torch.inference_mode(False)
-    def _allocate(self, specs: Mapping[str, Spec]) -> None:
+    def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Any]:
+        """See `Columns.make_blocks`."""
+        blocks = {}
         for name, spec in specs.items():
-            dtype = _named(spec)
-            shape = (self.n_rows, *spec.shape)
-            self._tensors[name] = torch.zeros(shape, dtype=STORED.get(dtype, dtype), device=self.device)
+            dtype, shape = _named(spec), (self.n_rows, *spec.shape)
+            blocks[name] = torch.zeros(shape, dtype=STORED.get(dtype, dtype), device=self.device)
+        return blocks
 
     def __getstate__(self) -> dict[str, Any]:
         # By value, like ordinary memory: torch would share its memory with a started process.
-        arrays = {name: tensor.cpu().numpy() for name, tensor in self._tensors.items()}
-        return {**super().__getstate__(), "_tensors": arrays}
+        blocks: Mapping[str, Any] = self._blocks
+        return {**super().__getstate__(), "_blocks": {name: tensor.cpu().numpy() for name, tensor in blocks.items()}}
 
     @torch.inference_mode(False)
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.device = state["device"]
-        tensors = {name: self._moved(array) for name, array in state["_tensors"].items()}
-        super().__setstate__({**state, "_tensors": tensors})
+        tensors = {name: self._moved(array) for name, array in state["_blocks"].items()}
+        super().__setstate__({**state, "_blocks": tensors})
 
 
 class OnDemand:

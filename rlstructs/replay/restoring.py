@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlstructs.replay.columns import Spec, pieces
 from rlstructs.replay.episodes import Episodes
 from rlstructs.replay.linked_columns import LinkedColumns, fill_unlinked
 from rlstructs.replay.ring import HEAD, Ring
+from rlstructs.replay.row_ids import LANE, RowIds
 from rlstructs.replay.store import Storage
 
 # Names of arrays in a file. Those of columns begin with ROWS, so they differ from all others.
@@ -28,19 +29,23 @@ class SavedArrays:
 
     Args:
         reader: reads them.
-        names: of the arrays.
+        names: of the arrays -> their names in the file.
+
+    Attributes:
+        specs: name -> dtype and shape.
     """
 
-    def __init__(self, reader: Reader, names: Iterable[str]) -> None:
-        self._reader, self._prefix = reader, ""
-        self.specs = {name: reader.spec_of(name) for name in names}
+    def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
+        self._reader, self._names = reader, names
+        self.specs = {name: reader.spec_of(stored) for name, stored in names.items()}
 
     def inside(self, prefix: str) -> SavedArrays:
         """The arrays whose names begin with a prefix, by the rest of their names."""
-        inner = SavedArrays(self._reader, ())
-        inner._prefix = self._prefix + prefix
-        inner.specs = {name[len(prefix) :]: spec for name, spec in self.specs.items() if name.startswith(prefix)}
-        return inner
+        return self.renamed({name[len(prefix) :]: name for name in self._names if name.startswith(prefix)})
+
+    def renamed(self, names: Mapping[str, str]) -> SavedArrays:
+        """Some of the arrays, by new names: new name -> name."""
+        return SavedArrays(self._reader, {new: self._names[name] for new, name in names.items()})
 
     def check(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         """Raises ValueError unless an array has this dtype and shape, and KeyError if there is none."""
@@ -52,7 +57,7 @@ class SavedArrays:
             self.check(name, *needed)
         dtype, shape = self.specs[name]
         array = np.empty(shape, dtype)
-        self._reader.read_into(self._prefix + name, array)
+        self._reader.read_into(self._names[name], array)
         return array
 
     def pieces(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
@@ -61,16 +66,27 @@ class SavedArrays:
         size = math.prod(shape)
         for start, some in pieces(n, size * dtype.itemsize):
             array = np.empty((some, *shape), dtype)
-            self._reader.read_into(self._prefix + name, array, start * size)
+            self._reader.read_into(self._names[name], array, start * size)
             yield start, array
 
-    def slots(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
-        """Reads an array `(n_lanes, n_slots, ...)` some slots at a time; yields these and their rows."""
-        dtype, (n_lanes, n_slots, *shape) = self.specs[name]
-        for start, some in pieces(n_slots, n_lanes * math.prod(shape) * dtype.itemsize):
-            array = np.empty((n_lanes, some, *shape), dtype)
-            self._reader.read_slots(self._prefix + name, array, start)
-            yield slice(start, start + some), array
+    def slots(self, names: Collection[str], rows: RowIds, n_slots: int) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Reads arrays some slots at a time, all arrays in turns; yields the name, the first slot, and the values.
+
+        Args:
+            names: of arrays of the first `n_slots` slots, `(*rows.lead(n_slots), *shape)`.
+            rows: the row ids of their store.
+            n_slots: how many slots of each lane there are.
+        """
+        shapes = {name: (dtype, shape[2:]) for name, (dtype, shape) in self.specs.items() if name in names}
+        n_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
+        for start, some in pieces(n_slots, rows.n_lanes * n_bytes):
+            for name, (dtype, shape) in shapes.items():
+                array = np.empty((*rows.lead(some), *shape), dtype)
+                if rows.order == LANE:
+                    self._reader.read_slots(self._names[name], array, start)
+                else:
+                    self._reader.read_into(self._names[name], array, start * rows.n_lanes * math.prod(shape))
+                yield name, start, rows.by_lane(array)
 
 
 def count_bytes(
@@ -115,7 +131,7 @@ def make_room(
         OutOfMemoryError: there is too little memory; nothing changes.
     """
     columns, held = storage.columns, storage.columns.specs
-    if held and capacity == columns.capacity:
+    if capacity == columns.capacity and not linked:
         made = {name: spec for name, spec in specs.items() if held.get(name) != spec}
         gone = [name for name in held if name not in specs]
         blocks = columns.make_blocks(made) if made else {}
@@ -150,6 +166,7 @@ def restore_columns(
     arrays: SavedArrays,
     linked: Mapping[str, str],
     links: Mapping[str, Mapping[str, np.ndarray]],
+    n_slots: int,
     counters: np.ndarray,
 ) -> None:
     """Reads the columns of numbers into a store, piece by piece; one may be linked in the file, in the store, or both.
@@ -159,16 +176,15 @@ def restore_columns(
         arrays: the file.
         linked: the columns that are linked in the file -> their sources.
         links: what was read of them.
+        n_slots: how many slots of each lane the file holds.
         counters: of the file.
     """
     columns = storage.columns
     for name in [name for name in columns.links if name not in linked]:
         cast(LinkedColumns, columns).unlink(name)
-    for name, spec in columns.specs.items():
-        if name not in linked and not spec.is_object:
-            for slots, rows in arrays.slots(ROWS + name):
-                columns.put_cells(name, slice(None), slots, columns.converted(name, rows, spec))
-    n_slots = arrays.specs[EPISODES][1][1]
+    own = [ROWS + name for name, spec in columns.specs.items() if name not in linked and not spec.is_object]
+    for name, start, rows in arrays.slots(own, columns, n_slots):
+        columns.restore_slots(name.removeprefix(ROWS), start, rows)
     for name, source in linked.items():
         values = arrays.pieces(f"{LINKS}{name}/values")
         if name in columns.links:

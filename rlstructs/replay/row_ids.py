@@ -25,12 +25,22 @@ class RowIds:
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE) -> None:
         self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
         self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        # Of arrays of slots of every lane in the order of the store.
+        self.slot_axis = 1 if order == LANE else 0
         self._first_rows = np.arange(n_lanes) * self.lane_stride
 
     @property
     def n_rows(self) -> int:
         """Number of row ids."""
         return self.n_lanes * self.capacity
+
+    def lead(self, n_slots: int) -> tuple[int, int]:
+        """The first two axes of an array of the first `n_slots` slots of every lane, in the order of the store."""
+        return (self.n_lanes, n_slots) if self.order == LANE else (n_slots, self.n_lanes)
+
+    def by_lane(self, array: Any) -> Any:
+        """A view of such an array, or of one of this order, by lane and slot; the inverse of itself."""
+        return array if self.order == LANE else array.swapaxes(0, 1)
 
     def rows(self, lanes: Any, slots: Any) -> np.ndarray:
         """Row ids of slots in [0, capacity)."""

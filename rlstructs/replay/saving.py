@@ -26,7 +26,7 @@ from rlstructs.replay.claims import (
     spec_in,
     whole,
 )
-from rlstructs.replay.columns import Spec
+from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.episodes import BYTES_PER_ROW, EPISODE
 from rlstructs.replay.linked_columns import LinkedColumns, check_link
 from rlstructs.replay.objects import OBJECT
@@ -45,9 +45,10 @@ from rlstructs.replay.restoring import (
 )
 from rlstructs.replay.ring import N_COUNTERS
 from rlstructs.replay.roles import source_of
+from rlstructs.replay.store import Storage
 
 if TYPE_CHECKING:
-    from rlstructs.replay.buffer import Buffer
+    from rlstructs.replay.buffer import Stored
 
 # Settings of a buffer that may be in a file. Those in SIZES are at most the number of rows; those in READ_AT_ONCE may
 # also be up to MOST_READ.
@@ -59,23 +60,78 @@ SETTINGS = (
 SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
 
 
-def save(buffer: Buffer, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
+Arrays = dict[str, Any]
+# Arrays by name, dtypes that numpy lacks, and the rest as JSON.
+Contents = tuple[Arrays, dict[str, str], dict[str, Any]]
+Found = tuple[SavedArrays, Mapping[str, Any], dict[str, Spec], dict[str, str]]
+
+
+class Form:
+    """How a file says what a buffer holds; files of memories say it in another way.
+
+    Attributes:
+        has_every_slot: whether a file has all slots, those without rows too.
+    """
+
+    has_every_slot = False
+
+    def kind(self, buffer: Any) -> str:
+        """The class in the header."""
+        return type(buffer).__name__
+
+    def name(self, name: str) -> str:
+        """The name in a file of an array of `contents`."""
+        return name
+
+    def group(self, arrays: str, number: int) -> str:
+        """The group of arrays of the `number`-th buffer of a file, in a folder of segments."""
+        return f"{arrays}{number}"
+
+    def write(self, buffer: Any, arrays: Arrays, dtypes: dict[str, str], state: dict[str, Any]) -> Contents:
+        """What a file holds of the contents of a buffer."""
+        return arrays, dtypes, state
+
+    def read(self, buffer: Any, path: Any, arrays: SavedArrays, state: Mapping[str, Any]) -> Found:
+        """Inverts `write`, and checks sizes and columns.
+
+        Returns:
+            The arrays and the state, the columns that there will be, and the source of each linked one.
+
+        Raises:
+            FileError, ValueError, KeyError, TypeError: the file does not fit the buffer.
+        """
+        columns = buffer._storage.columns
+        n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
+        if n_lanes != columns.n_lanes or not buffer._takes_capacity(capacity):
+            held = f"{n_lanes} lanes of {capacity} rows"
+            raise FileError(f"{path}: holds {held}, this buffer has {columns.n_lanes} of {columns.capacity}")
+        whole("n_slots", state["n_slots"], 0, capacity)
+        return arrays, state, *_columns_in(buffer, path, arrays, state)
+
+    def storage(self, buffer: Any) -> Storage:
+        """The store of a buffer, with all columns."""
+        storage: Storage = buffer._storage
+        return storage
+
+    def adopt(self, buffer: Any, specs: Mapping[str, Spec]) -> None:
+        """Is called after a file has replaced the columns by others of these specs."""
+
+
+def save(buffer: Stored, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
     """Writes a buffer while its locks are held; `suffix` is the format if the name does not tell."""
     with buffer._hold_locks():
-        layout.write(path, type(buffer).__name__, *contents(buffer), suffix, compression)
+        layout.write(path, buffer._form.kind(buffer), *contents(buffer), suffix, compression)
 
 
-def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+def contents(buffer: Stored) -> Contents:
     """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
-    storage = buffer._storage
+    storage = buffer._form.storage(buffer)
     storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
-    columns, n_slots = storage.columns, _used_slots(buffer)
-    assert storage.episodes is not None
-    arrays: dict[str, Any] = {
-        RING: storage.ring.counters.copy(),
-        EPISODES: np.ascontiguousarray(storage.episodes.columns.cells[EPISODE][:, :n_slots]),
-        **{MORE + name: array for name, array in buffer._more_arrays().items()},
-    }
+    columns, n_slots = storage.columns, used_slots(buffer)
+    arrays: Arrays = {RING: storage.ring.counters.copy()}
+    if storage.episodes is not None:
+        arrays[EPISODES] = np.ascontiguousarray(storage.episodes.columns.slots_to_file(EPISODE, n_slots))
+    arrays |= {MORE + name: array for name, array in buffer._more_arrays().items()}
     dtypes: dict[str, str] = {}
     for name, spec in columns.specs.items():
         if isinstance(columns, LinkedColumns) and name in columns.links:
@@ -102,21 +158,21 @@ def contents(buffer: Buffer) -> tuple[dict[str, Any], dict[str, str], dict[str, 
         arrays |= {f"{INNER}{key}/{name}": array for name, array in its_arrays.items()}
         dtypes |= {f"{INNER}{key}/{name}": dtype for name, dtype in its_dtypes.items()}
         state["inner"][key] = {"class": type(inner).__name__, "state": its_state}
-    return arrays, dtypes, state
+    return buffer._form.write(buffer, arrays, dtypes, state)
 
 
-def _used_slots(buffer: Buffer) -> int:
+def used_slots(buffer: Stored) -> int:
     """The number of slots that hold the rows of every lane."""
     ring = buffer._storage.ring
-    if not len(buffer):
+    if not len(buffer) and not buffer._form.has_every_slot:
         return 0
-    if buffer._keeps_dropped:
+    if buffer._keeps_dropped or buffer._form.has_every_slot:
         return ring.capacity
     in_front = (ring.base % ring.capacity == 0) & (ring.reserved - ring.base <= ring.capacity)
     return int((ring.reserved - ring.base).max()) if in_front.all() else ring.capacity
 
 
-def _held_objects(buffer: Buffer, name: str, n_slots: int) -> np.ndarray:
+def _held_objects(buffer: Stored, name: str, n_slots: int) -> np.ndarray:
     """The first slots of every lane of a column of objects, (n_lanes, n_slots); None in empty rows."""
     columns, rows = buffer._storage.columns, buffer._storage.span().every_row()
     if buffer._keeps_dropped:
@@ -134,7 +190,7 @@ def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any
     """
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, kind)
-        _check_sizes(path, SavedArrays(reader, [RING]), header["state"])
+        _check_sizes(path, SavedArrays(reader, {RING: RING}), header["state"])
         return dict(header["state"]["own"])
 
 
@@ -151,7 +207,7 @@ def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
     for inner in state["inner"].values():
         sizes = inner["state"]["n_lanes"], inner["state"]["capacity"]
         n_rows += math.prod(whole("a size", size, 1) for size in sizes)
-    _require_room(path, n_rows * BYTES_PER_ROW)
+    require_room(path, n_rows * BYTES_PER_ROW)
     settings = state["own"].get("settings")
     for each in (settings, settings.get("main")) if isinstance(settings, dict) else ():
         for name, value in each.items() if isinstance(each, dict) else ():
@@ -161,17 +217,17 @@ def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
                 raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
 
 
-def load(buffer: Buffer, path: Path, suffix: str | None = None) -> None:
+def load(buffer: Stored, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer while its locks are held; changes nothing if the file does not fit."""
     buffer._storage.counters.check_writable()
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
-        layout.check_class(path, header, type(buffer).__name__)
+        layout.check_class(path, header, buffer._form.kind(buffer))
         reader.verify()
         with buffer._hold_locks():
             restorer(buffer, path, reader, header)()
 
 
-def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
+def restorer(buffer: Stored, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
     """Checks the result of `contents` and returns a function that restores a buffer from it.
 
     Args:
@@ -183,7 +239,7 @@ def restorer(buffer: Buffer, source: Any, reader: Reader, header: Mapping[str, A
     Raises:
         FileError, ValueError, KeyError, TypeError: it does not fit.
     """
-    make = _restorer(buffer, source, SavedArrays(reader, header["arrays"]), header)
+    make = _restorer(buffer, source, SavedArrays(reader, {name: name for name in header["arrays"]}), header)
     return lambda: make()()
 
 
@@ -192,32 +248,28 @@ MakeRoom = Callable[[], Callable[[], None]]
 
 
 def _restorer(
-    buffer: Buffer, path: Any, arrays: SavedArrays, header: Mapping[str, Any], n_bytes_beside: int = 0
+    buffer: Stored, path: Any, arrays: SavedArrays, header: Mapping[str, Any], n_bytes_beside: int = 0
 ) -> MakeRoom:
-    layout.check_class(path, header, type(buffer).__name__)
-    storage, state = buffer._storage, header["state"]
+    layout.check_class(path, header, buffer._form.kind(buffer))
+    arrays, state, specs, linked = buffer._form.read(buffer, path, arrays, header["state"])
+    n_lanes, capacity, n_slots = state["n_lanes"], state["capacity"], state["n_slots"]
+    storage, alignment = buffer._storage, whole("alignment", state["alignment"], 1)
     columns = storage.columns
-    n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
-    n_slots, alignment = whole("n_slots", state["n_slots"], 0, capacity), whole("alignment", state["alignment"], 1)
-    if n_lanes != columns.n_lanes or not buffer._takes_capacity(capacity):
-        raise FileError(
-            f"{path}: holds {n_lanes} lanes of {capacity} rows, this buffer has {columns.n_lanes} of {columns.capacity}"
-        )
-    specs, linked = _columns_in(buffer, path, arrays, state)
-    can_link = buffer._intake.can_link
-    will_link = {name: source for name, source in linked.items() if not columns.specs and can_link(name, specs)}
+    fresh = {} if columns.specs else linked
+    will_link = {name: source for name, source in fresh.items() if buffer._intake.can_link(name, specs)}
     objects = {name: arrays.read(OBJECTS + name) for name, spec in specs.items() if spec.dtype == OBJECT}
     n_bytes = n_bytes_beside + count_bytes(storage, specs, will_link, arrays, (capacity, n_slots))
-    _require_room(path, n_bytes + sum(map(object_files.nbytes_of, objects.values())))
+    require_room(path, n_bytes + sum(map(object_files.nbytes_of, objects.values())), columns)
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
     counters = arrays.read(RING, np.int64, (N_COUNTERS, n_lanes))
-    episodes = arrays.read(EPISODES, np.int32, (n_lanes, n_slots, 2))
     claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
     check_slots(n_slots, claims.ring)
     if not specs and len(claims.ring):
         raise ValueError(f"it has {len(claims.ring)} rows of no column")
-    check_episodes(episodes, claims.ring)
+    episodes = claims.by_lane(arrays.read(EPISODES)) if EPISODES in arrays.specs else None
+    if episodes is not None:
+        check_episodes(episodes, claims.ring)
     links = {name: {part: arrays.read(f"{LINKS}{name}/{part}") for part in ("at", "newest")} for name in linked}
     for name, parts in links.items():
         check_link(name, parts, arrays.specs[f"{LINKS}{name}/values"], specs[name], (n_lanes, capacity))
@@ -236,9 +288,10 @@ def _restorer(
                 restore_one()
             drop_rows()
             storage.alignment = alignment
+            buffer._form.adopt(buffer, specs)
             for name, array in values.items():
-                storage.columns.restore_slots(name, array)
-            restore_columns(storage, arrays, linked, links, counters)
+                storage.columns.restore_slots(name, 0, array)
+            restore_columns(storage, arrays, linked, links, n_slots, counters)
             storage.restore(counters, episodes, following)
             buffer._rng = generator
             restore_own()
@@ -249,7 +302,7 @@ def _restorer(
 
 
 def _inner_restorers(
-    buffer: Buffer, path: Any, arrays: SavedArrays, state: Mapping[str, Any], n_bytes: int
+    buffer: Stored, path: Any, arrays: SavedArrays, state: Mapping[str, Any], n_bytes: int
 ) -> list[MakeRoom]:
     """Checks the inner buffers and returns the functions that restore them; `n_bytes` are needed beside theirs."""
     restorers = []
@@ -261,10 +314,12 @@ def _inner_restorers(
 
 
 def _columns_in(
-    buffer: Buffer, path: Any, arrays: SavedArrays, state: Mapping[str, Any]
+    buffer: Stored, path: Any, arrays: SavedArrays, state: Mapping[str, Any]
 ) -> tuple[dict[str, Spec], dict[str, str]]:
     """The columns of a file, and the source of each linked one, after checking that they fit the buffer."""
-    columns, lead = buffer._storage.columns, (state["n_lanes"], state["n_slots"])
+    columns = buffer._storage.columns
+    lead = columns.lead(state["n_slots"])
+    arrays.check(EPISODES, np.int32, (*lead, 2))
     specs = {name: spec_in(name, *spec) for name, spec in state["columns"].items()}
     linked = dict(state["linked"])
     if columns.specs and specs != columns.specs and _strict(buffer, specs) != _strict(buffer, columns.specs):
@@ -289,13 +344,15 @@ def _columns_in(
     return specs, linked
 
 
-def _strict(buffer: Buffer, specs: Mapping[str, Any]) -> dict[str, Any]:
+def _strict(buffer: Stored, specs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that must be equal in a file and in a buffer."""
     return {name: spec for name, spec in specs.items() if not buffer._intake.keeps_objects(name)}
 
 
-def _require_room(path: Any, n_bytes: int) -> None:
-    if (available := available_bytes()) is not None and n_bytes > available:
+def require_room(path: Any, n_bytes: int, columns: Columns | None = None) -> None:
+    """Raises OutOfMemoryError unless so many bytes are available, on the device of the columns if they are on one."""
+    available = available_bytes() if columns is None or columns.on_host else columns.available_bytes()
+    if available is not None and n_bytes > available:
         raise OutOfMemoryError(f"{path}: {n_bytes:,} bytes are needed, {available:,} are available")
 
 

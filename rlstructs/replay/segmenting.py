@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from rlstructs.files.segments import Content, Cut
 from rlstructs.replay.changes import Mark, Marks, find_changed
+from rlstructs.replay.counters import EXPOSED
 from rlstructs.replay.priorities import TREE_LEAVES
 from rlstructs.replay.restoring import EPISODES, INNER, MORE, ROWS
-from rlstructs.replay.saving import contents, restorer
+from rlstructs.replay.saving import contents, restorer, used_slots
 
 if TYPE_CHECKING:
-    from rlstructs.replay.buffer import Buffer
+    from rlstructs.replay.buffer import Stored
 
 __all__ = ["cut_contents", "marks_of", "restorer"]
 
 
-def cut_contents(buffer: Buffer, since: Marks) -> Content:
+def cut_contents(buffer: Stored, since: Marks) -> Content:
     """The contents, while the locks of the buffer are held.
 
     Args:
@@ -25,29 +26,29 @@ def cut_contents(buffer: Buffer, since: Marks) -> Content:
         since: what `marks_of` returned for the earlier checkpoint; {} if there is none.
     """
     arrays, dtypes, state = contents(buffer)
-    cuts, changed = dict[str, Cut](), {}
+    form, cuts, changed = buffer._form, dict[str, Cut](), {}
     for number, (prefix, each) in enumerate(_list_buffers(buffer)):
-        columns, capacity = each._storage.columns, each._storage.columns.capacity
-        for name, array in arrays.items():
-            inside = name[len(prefix) :] if name.startswith(prefix) else ""
-            if inside.startswith(ROWS):
-                cuts[name] = Cut(f"rows{number}", array.shape, 1, capacity)
-            elif inside == EPISODES:
-                cuts[name] = Cut(f"episodes{number}", array.shape, 1, capacity)
-            elif inside == MORE + TREE_LEAVES:
-                cuts[name] = Cut(f"priorities{number}", (columns.n_lanes, capacity), 1, capacity)
-        found = find_changed(each._storage, since.get(prefix))
+        storage, n_slots = each._storage, used_slots(each)
+        columns, capacity = storage.columns, storage.columns.capacity
+        lead = columns.lead(n_slots)
+        parts = {EPISODES: ("episodes", (*lead, 2)), MORE + TREE_LEAVES: ("priorities", columns.lead(capacity))}
+        parts |= {ROWS + name: ("rows", (*lead, *spec.shape)) for name, spec in columns.specs.items()}
+        for role, (group, shape) in parts.items():
+            if (name := form.name(prefix + role)) in arrays:
+                cuts[name] = Cut(form.group(group, number), shape, columns.slot_axis, capacity)
+        # The program may write to live tensors without telling.
+        found = None if storage.counters.notes[EXPOSED] else find_changed(storage, since.get(prefix))
         if found is not None:
-            changed[f"rows{number}"] = found
-    return Content(type(buffer).__name__, arrays, dtypes, state, cuts, changed)
+            changed[form.group("rows", number)] = found
+    return Content(form.kind(buffer), arrays, dtypes, state, cuts, changed)
 
 
-def marks_of(buffer: Buffer) -> Marks:
+def marks_of(buffer: Stored) -> Marks:
     """The state of a buffer now, for the next checkpoint's `cut_contents`."""
     return {prefix: Mark.of(each._storage) for prefix, each in _list_buffers(buffer)}
 
 
-def _list_buffers(buffer: Buffer, prefix: str = "") -> Iterator[tuple[str, Buffer]]:
+def _list_buffers(buffer: Stored, prefix: str = "") -> Iterator[tuple[str, Stored]]:
     """A buffer and those in it, with what the names of their arrays begin with."""
     yield prefix, buffer
     for key, inner in buffer._inner().items():

@@ -17,8 +17,6 @@ from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
 from rlstructs import Checkpoint, DictTensor, FileError, SpecError, StateError, TemporalDictTensor, Trajectories
 from rlstructs.cli.command import main
 from rlstructs.files import layout, segments
-from rlstructs.memories import files
-from rlstructs.memories.memory import Memory
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
 from rlstructs.replay import ReplayBuffer, saving
 
@@ -38,7 +36,7 @@ def steps(first):
 
 def content(memory):
     """Everything that a file of a memory would hold."""
-    arrays, _, state = (files if isinstance(memory, Memory) else saving).contents(memory)
+    arrays, _, state = saving.contents(memory)
     return {name: np.asarray(array).tobytes() for name, array in arrays.items()}, state
 
 

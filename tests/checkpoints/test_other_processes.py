@@ -11,7 +11,6 @@ from processes import LIMIT
 
 from rlstructs import Checkpoint
 from rlstructs.files import segments
-from rlstructs.memories import files
 from rlstructs.memories.memory import Memory
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay import PrioritizedVectorReplayBuffer, saving
@@ -44,7 +43,7 @@ def counts():
 
 def content(memory):
     """Everything that a file of a memory would hold, priorities too."""
-    arrays, _, state = (files if isinstance(memory, Memory) else saving).contents(memory)
+    arrays, _, state = saving.contents(memory)
     return {name: np.asarray(array).tobytes() for name, array in arrays.items()}, state
 
 

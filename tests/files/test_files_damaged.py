@@ -27,6 +27,7 @@ from rlstructs.errors import OutOfMemoryError
 from rlstructs.files import archives, layout, opening
 from rlstructs.files import pickled as pickles
 from rlstructs.memories.torch import RandomMemory
+from rlstructs.replay import saving
 
 HERE = Path(__file__).parents[1]
 SUBJECTS = damage.subjects()
@@ -248,8 +249,8 @@ def test_a_file_is_not_written_through_a_link_that_lies_in_wait(tmp_path):
 def test_a_csv_file_of_more_columns_than_there_is_memory_changes_nothing(tmp_path):
     path, _ = SUBJECTS["RandomMemory.csv"].save(tmp_path)
     memory = RandomMemory(memory_size=4, num_envs=2)
-    with mock.patch.object(type(memory._storage.columns), "available_bytes", lambda self: 64):
-        with pytest.raises(OutOfMemoryError, match=r"csv: 120 bytes are needed, 64 are available$"):
+    with mock.patch.object(saving, "available_bytes", lambda: 64):
+        with pytest.raises(OutOfMemoryError, match=r"csv: 232 bytes are needed, 64 are available$"):
             memory.load(path)
     assert memory.get_tensor_names() == []
 

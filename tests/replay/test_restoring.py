@@ -90,8 +90,8 @@ def test_a_load_that_finds_no_memory_leaves_a_new_memory_as_it_was(surface, way,
             return allocate(owner, specs)
 
         with monkeypatch.context() as patch:
-            for kind, name in ((columns.Columns, "make_blocks"), (device_columns.TensorColumns, "_allocate")):
-                patch.setattr(kind, name, partialmethod(make, allocate=getattr(kind, name)))
+            for kind in (columns.Columns, device_columns.TensorColumns):
+                patch.setattr(kind, "make_blocks", partialmethod(make, allocate=kind.make_blocks))
             try:
                 load(other)
             except OutOfMemoryError:
