@@ -38,14 +38,14 @@ class Batch:
         # Sorts the rows of several slot buffers by environment; None for a single one, which is sorted.
         self._order = None if len(sources) == 1 else np.argsort(rows)
         self._rows = rows if self._order is None else rows[self._order]
-        self.lengths = self._join([slots.lengths[rows] for slots, rows in sources])
-        self.first_steps = self._join([slots.first_steps[rows] for slots, rows in sources])
-        self.n_timesteps = int(self.lengths.max()) if rows.size else 0
+        lengths = self._join([slots.lengths[rows] for slots, rows in sources])
+        first_steps = self._join([slots.first_steps[rows] for slots, rows in sources])
+        self.lengths, self.first_steps = torch.from_numpy(lengths), torch.from_numpy(first_steps)
+        self.n_timesteps = int(lengths.max()) if rows.size else 0
 
-    def _join(self, parts: Sequence[np.ndarray]) -> torch.Tensor:
+    def _join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Joins numbers of rows, of each slot buffer, in the order of the batch."""
-        joined = np.concatenate(parts)
-        return torch.from_numpy(joined if self._order is None else joined[self._order])
+        return parts[0] if self._order is None else np.concatenate(parts)[self._order]
 
     def _wrap(self, info: Mapping[str, torch.Tensor], steps: Mapping[str, torch.Tensor]) -> Trajectories:
         """The trajectories of an info and steps of this batch."""

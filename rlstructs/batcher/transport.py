@@ -152,7 +152,8 @@ class SlotTransport(Transport):
             else:
                 versions[rows] = version_before + order.request.value.version
             rows_of_buffer.setdefault(index, []).append(rows)
-        return Batch([(self.slots[index], np.concatenate(rows)) for index, rows in rows_of_buffer.items()], versions)
+        joined = {index: rows[0] if len(rows) == 1 else np.concatenate(rows) for index, rows in rows_of_buffer.items()}
+        return Batch([(self.slots[index], rows) for index, rows in joined.items()], versions)
 
     def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
         super().set_infos(infos)

@@ -89,9 +89,9 @@ class EnvLives:
         self.n_steps, self.counts = 0, [0] * n_envs
         self._rule: LivesRule | None = None  # None to raise errors
         self._seed: Any = None
-        # Of each environment: `n_steps` when its episode began; the episodes of its present life; and the failures in a
-        # row without a step, the first of which is kept.
-        self._began, self._n_episodes = np.zeros(n_envs, np.int64), [0] * n_envs
+        # Of each environment: how often it was stepped alone; the number of its steps when its episode began; the
+        # episodes of its present life; and the failures in a row without a step, the first of which is kept.
+        self._n_alone, self._began, self._n_episodes = [0] * n_envs, [0] * n_envs, [0] * n_envs
         self._failures: dict[int, list[Exception]] = {}
         self._n_taken = [0] * n_envs
 
@@ -106,18 +106,19 @@ class EnvLives:
 
     def begin_episode(self, k: int) -> None:
         """Notes that environment k was reset."""
-        self._began[k] = self.n_steps
+        self._began[k] = self.n_steps + self._n_alone[k]
         self._n_episodes[k] += 1
 
     def count_one(self, k: int) -> None:
         """Notes that environment k alone is stepped."""
-        self.n_steps += 1
-        self._began += 1
-        self._began[k] -= 1
+        self._n_alone[k] += 1
 
     def name_step(self, k: int) -> str:
         """The step that environment k is in."""
-        return f"step {self.n_steps - self._began[k]} of its episode"
+        return f"step {self._count_steps(k)} of its episode"
+
+    def _count_steps(self, k: int) -> int:
+        return self.n_steps + self._n_alone[k] - self._began[k]
 
     def replace(self, k: int, env: Any, error: Exception, in_reset: bool) -> Any:
         """Closes environment k, which has failed, and makes it anew.
@@ -139,7 +140,7 @@ class EnvLives:
         if rule is None or isinstance(error, SpecError):
             raise error
         has_begun = self._n_episodes[k] > 0
-        if self._n_episodes[k] > 1 or (has_begun and (in_reset or self.n_steps - self._began[k] > 1)):
+        if self._n_episodes[k] > 1 or (has_begun and (in_reset or self._count_steps(k) > 1)):
             self._failures.pop(k, None)  # this life has made a step
         place = "reset" if in_reset else self.name_step(k)
         while True:

@@ -47,27 +47,35 @@ class Actions:
         Returns:
             The dtypes that `read` needs, a character for each leaf; empty if the actions have to be pickled.
         """
-        types, n_rows = "", self._n_envs if n is None else n
-        for at, leaf in enumerate(self._leaves if self._has_arrays else ()):
-            try:
-                values = leaf.pick(actions)
-            except (LookupError, TypeError):
-                return ""
-            if type(values) is not np.ndarray or values.shape != (n_rows, *self._shapes[at]):
-                return ""
-            letter = values.dtype.char
-            if letter not in TYPES:
-                return ""
-            self._view(at, letter)[envs] = values
-            types += letter
-        return types
+        arrays = self._find_arrays(actions, self._n_envs if n is None else n)
+        for at, values in enumerate(arrays):
+            self._view(at, values.dtype.char)[envs] = values
+        return "".join([values.dtype.char for values in arrays])
 
     def read(self, types: str, envs: Any) -> list[Any]:
         """Returns a copy of the action of each of these environments."""
-        if self._is_plain:
-            return list(self._view(0, types)[envs].copy())
-        arrays = [self._view(at, letter)[envs].copy() for at, letter in enumerate(types)]
-        return nest_rows(self._space, iter(arrays), len(arrays[0]))
+        return self._split_arrays([self._view(at, letter)[envs].copy() for at, letter in enumerate(types)])
+
+    def copy(self, actions: Any, n: int) -> list[Any]:
+        """Returns a copy of the action of each of n environments, as `write` and `read` do, or `split`."""
+        arrays = [np.array(values, values.dtype.char, order="C") for values in self._find_arrays(actions, n)]
+        return self._split_arrays(arrays) if arrays else self.split(actions, n)
+
+    def _find_arrays(self, actions: Any, n: int) -> list[np.ndarray]:
+        """The array of each leaf of a batch of n actions; empty if one is not an array of numbers."""
+        found: list[np.ndarray] = []
+        for leaf, shape in zip(self._leaves, self._shapes, strict=True) if self._has_arrays else ():
+            try:
+                values = leaf.pick(actions)
+            except (LookupError, TypeError):
+                return []
+            if type(values) is not np.ndarray or values.shape != (n, *shape) or values.dtype.char not in TYPES:
+                return []
+            found.append(values)
+        return found
+
+    def _split_arrays(self, arrays: list[np.ndarray]) -> list[Any]:
+        return list(arrays[0]) if self._is_plain else nest_rows(self._space, iter(arrays), len(arrays[0]))
 
     def split(self, actions: Any, n: int) -> list[Any]:
         """Splits a batch of actions into one for each of n environments, as gymnasium does.

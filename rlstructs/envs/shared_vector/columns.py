@@ -107,6 +107,9 @@ class Objects:
     def __init__(self, space: gymnasium.Space[Any], n_envs: int) -> None:
         self._leaves = [leaf for leaf in flatten_space(space) if not leaf.is_array]
         self._values: list[list[Any]] = [[None] * n_envs for _ in self._leaves]
+        self._n_envs = n_envs
+        # What gymnasium makes batches in, where it uses that at all: making it takes longer than a step.
+        self._empty = [create_empty_array(leaf.space, n=n_envs) for leaf in self._leaves]
 
     def __bool__(self) -> bool:
         return bool(self._leaves)
@@ -123,16 +126,27 @@ class Objects:
             names = ["/".join(map(str, leaf.path)) for leaf in self._leaves]
             raise SpecError(f"observation {names} cannot be read: {error!r}") from error
 
-    def put(self, env: int, picked: list[Any]) -> None:
-        """Keeps the newest values of an environment, as `pick` returned them."""
-        for values, value in zip(self._values, picked, strict=True):
-            values[env] = value
+    def pick_all(self, observations: Sequence[Any]) -> list[list[Any]]:
+        """Does what `pick` does for each of some observations."""
+        try:
+            leaves = self._leaves
+            columns = [[leaf.pick(each) for each in observations] if leaf.path else observations for leaf in leaves]
+        except (LookupError, TypeError):
+            return list(map(self.pick, observations))  # raises an error that names the leaves
+        return list(map(list, zip(*columns, strict=True)))
+
+    def put(self, pairs: Sequence[tuple[int, list[Any]]]) -> None:
+        """Keeps the newest values of environments: pairs of an index and of what `pick` returned."""
+        for at, values in enumerate(self._values):
+            for env, picked in pairs:
+                values[env] = picked[at]
 
     def batches(self, envs: Sequence[int]) -> Iterator[Any]:
         """Yields each leaf of some environments, batched the way gymnasium does it."""
-        for leaf, values in zip(self._leaves, self._values, strict=True):
-            empty = create_empty_array(leaf.space, n=len(envs))
-            yield concatenate(leaf.space, [values[env] for env in envs], empty)
+        is_whole = len(envs) == self._n_envs
+        for leaf, values, empty in zip(self._leaves, self._values, self._empty, strict=True):
+            out = empty if is_whole else create_empty_array(leaf.space, n=len(envs))
+            yield concatenate(leaf.space, values[:] if is_whole else [values[env] for env in envs], out)
 
 
 class Columns:
@@ -182,22 +196,24 @@ class Columns:
     def keep_objects(self, outcomes: Iterable[Outcome]) -> None:
         """Keeps those leaves of observations that are not arrays."""
         for outcome in outcomes:
-            for env, picked in outcome.objects:
-                self.objects.put(env, picked)
+            self.objects.put(outcome.objects)
 
     def batch(self, is_copied: bool) -> Any:
         """The newest observations of all environments; copies, or views that the next step overwrites."""
         if self._single is not None:
             return self._single.copy() if is_copied else self._single
+        if len(self._leaves) == 1 and not self._leaves[0].path:
+            found = next(self.objects.batches(self._all_envs))
+            return _copy_batch(found) if is_copied else found
         if is_copied:
-            return self._nest(np.array, copy.deepcopy, self._all_envs)
+            return self._nest(np.array, _copy_batch, self._all_envs)
         return self._nest(_keep, _keep, self._all_envs)
 
     def batch_some(self, envs: np.ndarray) -> Any:
         """Copies of the newest observations of some environments."""
         if self._single is not None:
             return self._single[envs]
-        return self._nest(lambda array: array[envs], copy.deepcopy, envs.tolist())
+        return self._nest(lambda array: array[envs], _copy_batch, envs.tolist())
 
     def _nest(
         self, copy_array: Callable[[np.ndarray], np.ndarray], copy_object: Callable[[Any], Any], envs: Sequence[int]
@@ -248,6 +264,11 @@ def _count_bytes(spec: Spec) -> int:
 
 def _align(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _copy_batch(batch: Any) -> Any:
+    """Copies a batch of values that are no arrays; strings never change."""
+    return batch if type(batch) is tuple and {*map(type, batch)} <= {str} else copy.deepcopy(batch)
 
 
 def _keep(value: Any) -> Any:

@@ -148,9 +148,7 @@ class EnvGroup:
             mask: bool, one for each environment; None for all.
         """
         outcome = Outcome([], [])
-        for k, is_reset in enumerate([True] * len(self._envs) if mask is None else mask.tolist()):
-            if not is_reset:
-                continue
+        for k in range(len(self._envs)) if mask is None else np.flatnonzero(mask).tolist():
             self._at[0] = self._first + k
             try:
                 observation, info = self._begin_episode(k, seed=seeds[k], options=options[k])
@@ -159,7 +157,8 @@ class EnvGroup:
             except Exception as error:
                 self._add_origin(error, k)
                 raise
-            self._add_info(k, info, outcome)
+            if info:
+                self._add_info(k, info, outcome)
         return outcome
 
     def step(self, actions: Iterable[Any]) -> Outcome:
@@ -194,8 +193,9 @@ class EnvGroup:
             self._write_all(observations, Outcome([], []))  # raises an error that names the environment
             raise
         if self._objects:
-            for k, observation in enumerate(observations):
-                self._add_objects(k, observation, outcome)
+            picked = self._objects.pick_all(observations)
+            self._picked.update(enumerate(picked))
+            outcome.objects.extend(enumerate(picked, self._first))
         return outcome
 
     def step_one(self, k: int, action: Any) -> Outcome:
@@ -336,11 +336,11 @@ class EnvGroup:
         """Resets environment k with these arguments; returns its observation and info."""
         if k in self._new_seeds and arguments.get("seed") is None:
             arguments["seed"] = self._new_seeds[k]
-        if arguments.get("options") is not None:
+        if arguments and arguments.get("options") is not None:
             arguments["options"] = copy.deepcopy(arguments["options"])
         env = self._envs[k]
         observation, info = read_reset(env.reset(**arguments), env, self._first + k)
-        if (seed := arguments.get("seed")) is not None:
+        if arguments and (seed := arguments.get("seed")) is not None:
             self._seeds[k] = seed
         self._new_seeds.pop(k, None)
         self._next[k] = STEP

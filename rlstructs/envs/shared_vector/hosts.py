@@ -107,12 +107,12 @@ class LocalHost:
 
     def step(self, actions: Any) -> Request:
         """See `Host.step`."""
-        rows = self._split(actions, slice(None), self._n_envs)
+        rows = self._actions.copy(actions, self._n_envs)  # an environment may change or keep them, as in a worker
         return lambda: self._run(self._group.step, rows)
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
         """See `Host.step_some`."""
-        rows = list(zip(envs.tolist(), self._split(actions, envs, len(envs)), strict=True))
+        rows = list(zip(envs.tolist(), self._actions.copy(actions, len(envs)), strict=True))
         return lambda: self._run_some(rows)
 
     def step_group(self, group: int, actions: Any) -> Request:
@@ -149,11 +149,6 @@ class LocalHost:
         """See `Host.kill`."""
         with contextlib.suppress(Exception):
             self._group.close()
-
-    def _split(self, actions: Any, envs: Any, n: int) -> list[Any]:
-        """Copies an action for each environment, which may change or keep it, as in a worker."""
-        types = self._actions.write(actions, envs, n)
-        return self._actions.read(types, envs) if types else self._actions.split(actions, n)
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._results = []
