@@ -24,7 +24,7 @@ MOST_GATHERINGS = 64
 # Bytes that are read from a file at a time: all columns of these rows stay in a core's cache meanwhile.
 BYTES_AT_ONCE = 1 << 20
 # What `_map` makes anew, and a store.
-MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate"])
+MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate", "_steps"])
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
@@ -362,8 +362,8 @@ class Columns(RowIds):
     ) -> None:
         """Writes the linked columns; here there are none."""
 
-    def write_step(self, values: Mapping[str, np.ndarray], head: int) -> None:
-        """Does the same for one row of each lane, all of which have this head."""
+    def write_step(self, name: str, value: np.ndarray, following: np.ndarray, head: int) -> None:
+        """Does the same for one row of each lane, all of which have this head; see `LinkedColumns`."""
 
     def own(self, value: Any, spec: Spec) -> Any:
         """Returns a value that a column of this spec takes without passing through the host; otherwise None."""

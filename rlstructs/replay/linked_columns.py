@@ -51,6 +51,30 @@ class Link:
         return np.asarray(self.steps[1, lanes] == head[lanes] - 1, np.intp)
 
 
+class _Step:
+    """How to write a row of a linked column to all lanes, which are in step.
+
+    Args:
+        waiting: as of `Link`.
+        separate, is_separate: of a column and of its `Link`, by slot: `(capacity, n_lanes, ...)`.
+        head: of all lanes, when it is used next.
+        newest: which of the waiting values are those of the newest rows.
+    """
+
+    def __init__(
+        self, waiting: np.ndarray, separate: np.ndarray, is_separate: np.ndarray, head: int, newest: int
+    ) -> None:
+        self.separate, self.is_separate, self.head, self.newest = separate, is_separate, head, newest
+        self._waiting, self._rows = [_bits(values) for values in waiting], (waiting.shape[1], -1)
+
+    def differ(self, following: np.ndarray) -> np.ndarray:
+        """Which of the newest rows differ from these, `(n_lanes, *shape)`, bool (n_lanes,)."""
+        before = self._waiting[self.newest]
+        after = np.ascontiguousarray(following).reshape(self._rows).view(before.dtype)
+        differs: np.ndarray = np.logical_or.reduce(before != after, axis=1)
+        return differs
+
+
 class LinkedColumns(Columns):
     """Columns in host memory, some of which may be linked; those are not in `flat` and `cells`.
 
@@ -77,6 +101,13 @@ class LinkedColumns(Columns):
     def _map(self) -> None:
         super()._map()
         self._separate: dict[str, np.ndarray] = {}  # name -> (n_rows, *shape), filled by `_separate_rows`
+        self._steps: dict[str, _Step] = {}  # filled by `write_step`
+
+    def _by_slot(self, rows: np.ndarray) -> np.ndarray:
+        """A view of rows (n_rows, ...) by slot and lane, (capacity, n_lanes, ...)."""
+        if self.order == LANE:
+            return rows.reshape(self.n_lanes, self.capacity, *rows.shape[1:]).swapaxes(0, 1)
+        return rows.reshape(self.capacity, self.n_lanes, *rows.shape[1:])
 
     def _separate_rows(self, name: str) -> np.ndarray:
         """The memory of a linked column, `(n_rows, *shape)`."""
@@ -102,7 +133,7 @@ class LinkedColumns(Columns):
         self.layout += 1
         # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
         self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
-        self._separate.pop(name, None)
+        self._separate.pop(name, None), self._steps.pop(name, None)
         self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
         self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}
         self.layout += 1
@@ -187,24 +218,35 @@ class LinkedColumns(Columns):
         if different.any():
             self._separate_rows(name)[rows[different]] = values[different]
 
-    def write_step(self, values: Mapping[str, np.ndarray], head: int) -> None:
-        """Does what `write_links` does for one row of each lane; all lanes have this head.
+    def write_step(self, name: str, value: np.ndarray, following: np.ndarray, head: int) -> None:
+        """Does what `write_links` does for a linked column and one row of each lane.
 
         Args:
-            values: name -> `(n_lanes, *shape)`, of linked columns and their sources.
+            name: of the column.
+            value: `(n_lanes, *shape)`.
+            following: of its source, of the same shape.
             head: of all lanes.
         """
-        lanes = np.arange(self.n_lanes)
-        rows = self.rows(lanes, (head - 1) % self.capacity)
-        for name, link in self.links.items():
-            value, following = values[name], values[link.source]
+        link, step = self.links[name], self._steps.get(name)
+        if step is None or step.head != head:
             newest = next((at for at in (0, 1) if (link.steps[at] == head - 1).all()), None)
             if newest is None:
-                self._write_link(name, lanes, value[:, None], following[:, None])
-                continue
-            self._store(name, rows, link.waiting[newest], following)
-            link.waiting[1 - newest] = value
-            link.steps[1 - newest] = head
+                self._write_link(name, np.arange(self.n_lanes), value[:, None], following[:, None])
+                return
+            places = (self._by_slot(self._separate_rows(name)), self._by_slot(link.is_separate))
+            step = self._steps[name] = _Step(link.waiting, *places, head, newest)
+        before, slot = link.waiting[step.newest], (head - 1) % self.capacity
+        different = step.differ(following)
+        step.is_separate[slot] = different
+        if n_same := different.tobytes().count(0):
+            if n_same < self.n_lanes:
+                step.separate[slot][different] = before[different]
+        else:
+            step.separate[slot] = before
+        step.newest = other = 1 - step.newest
+        link.waiting[other] = value
+        link.steps[other].fill(head)
+        step.head = head + 1
 
     def gather_linked(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """Does what `gather` does, also for linked columns; a lock must keep writers away."""
@@ -277,6 +319,7 @@ class LinkedColumns(Columns):
             part = slice(start, start + len(piece))
             self._separate_rows(name)[rows[part][fits[part]]] = piece[fits[part]]
         link.waiting[0], link.steps[0], link.steps[1] = arrays["newest"], head - 1, NONE
+        self._steps.pop(name, None)
 
 
 def check_link(
@@ -341,8 +384,12 @@ def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Which rows differ in any bit, bool (n,): NaN is equal to itself, and 0.0 not to -0.0."""
     if not a.size:
         return np.zeros(len(a), bool)
-    n, n_bytes = len(a), a.nbytes // len(a)
-    bits = BITS[next(width for width in (8, 4, 2, 1) if n_bytes % width == 0)]
-    a, b = (np.ascontiguousarray(x).reshape(n, -1).view(bits) for x in (a, b))
-    differs: np.ndarray = np.logical_or.reduce(a != b, axis=1)
+    differs: np.ndarray = np.logical_or.reduce(_bits(a) != _bits(b), axis=1)
     return differs
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """The bits of rows (n, *shape), none of which is empty, as numbers (n, k)."""
+    n_bytes = values.nbytes // len(values)
+    bits = BITS[next(width for width in (8, 4, 2, 1) if n_bytes % width == 0)]
+    return np.ascontiguousarray(values).reshape(len(values), -1).view(bits)

@@ -53,6 +53,12 @@ class RowIds:
         slots = steps % self.capacity
         return np.asarray(self._first_rows[lanes] + (slots if self.order == LANE else slots * self.slot_stride))
 
+    def between(self, low: int, high: int) -> np.ndarray:
+        """Row ids of the rows of each lane from the step `low` to before `high`, lane by lane."""
+        slots = np.arange(low % self.capacity, low % self.capacity + high - low)
+        slots[self.capacity - low % self.capacity :] -= self.capacity
+        return slots if self.n_lanes == 1 else (self._first_rows[:, None] + slots * self.slot_stride).reshape(-1)
+
     def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The lanes and slots of row ids."""
         major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)

@@ -60,17 +60,13 @@ class Snapshot:
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
         """The row before each in its episode, or the row itself if there is none."""
-        stays = self.episodes.begin(rows) | self._are(self.oldest(), rows)
+        stays = self.episodes.begin(rows) | (self.span.ages(rows) == 0)
         return self.shifted(rows, stays - np.int64(1))
 
     def next(self, rows: np.ndarray) -> np.ndarray:
         """The row after each in its episode, or the row itself if there is none."""
-        stays = self.episodes.end(rows) | self._are(self.newest(), rows)
+        stays = self.episodes.end(rows) | (self.span.left(rows) == 1)
         return self.shifted(rows, ~stays)
-
-    def _are(self, ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows are in `ends`, (n_lanes,), one row of each lane."""
-        return np.asarray(rows == (ends[0] if ends.size == 1 else ends[self.span.columns.lanes(rows)]))
 
     def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
         """The rows so many steps after these in their lanes."""

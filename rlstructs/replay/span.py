@@ -10,7 +10,7 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.ring import Ring, keep_order
-from rlstructs.replay.row_ids import RowIds
+from rlstructs.replay.row_ids import LANE, RowIds
 
 
 class Span:
@@ -34,6 +34,7 @@ class Span:
         self.aligned = columns.n_lanes == 1 or bool((counters == counters[:, :1]).all())
         low: Any
         head: Any
+        self.total: int
         base, reserved, head = counters[:, 0].tolist() if self.aligned else counters
         if self.aligned:
             low = max(base, reserved - ring.capacity)
@@ -130,8 +131,26 @@ class Span:
         lanes = np.repeat(np.arange(counts.size), counts)
         return self.columns.at_steps(lanes, self.low[lanes] + _places(lanes)), find_starts(lanes, length)
 
+    def by_slot(self, index: np.ndarray) -> np.ndarray:
+        """The row ids with these numbers, counted by lane and then by slot.
+
+        Raises:
+            IndexError: there are fewer rows.
+        """
+        if index.size and index.max() >= self.total:
+            raise IndexError(f"row {index.max()} is not among {self.total}")
+        capacity, low, counts = self.columns.capacity, self.low, self.counts()
+        ends = np.cumsum(counts)
+        lanes = np.searchsorted(ends, index, side="right")
+        number, first = index - (ends - counts)[lanes], (low % capacity)[lanes]
+        # The newest rows come first where a lane has gone on to its first slot.
+        around = np.maximum(first + counts[lanes] - capacity, 0)
+        return self.columns.rows(lanes, np.where(number < around, number, first + number - around))
+
     def every_row(self) -> np.ndarray:
         """All row ids, sorted by row number."""
+        if self.aligned and self.columns.order == LANE:
+            return self.columns.between(self._low, self._high)
         return self.row_ids(np.arange(self.total))
 
 

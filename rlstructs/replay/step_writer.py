@@ -27,6 +27,7 @@ NONE = np.dtype(np.void)
 # In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
 ROW, KEPT = -1, object()
 ONE = np.ones(1, bool)
+NUMBERS = (np.generic, ndarray)
 add = np.add  # looking up names is part of what a write costs
 
 # Converts a value for a column: (name, value, its spec) -> an array that the column takes after a cast without loss.
@@ -139,6 +140,9 @@ class StepWriter:
         for name, shape, dtype, is_end, unwritten, limits in plan:
             value: Any = tensors.get(name)
             kind = type(value)
+            if kind is ndarray and value.dtype is dtype and value.shape == shape and not is_end:  # as nearly always
+                values.append(value)
+                continue
             if kind is Tensor:
                 array = view_tensor(value)
                 value = value if array is None else array
@@ -148,7 +152,7 @@ class StepWriter:
                     return None, ended
                 values.append(KEPT if name in live else unwritten)
                 continue
-            elif limits and kind is not ndarray and _is_number_of(dtype, value, limits):
+            elif limits and (kind is not ndarray or value.dtype is not dtype) and _is_number_of(dtype, value, limits):
                 if is_end and value:
                     ended.append(value)
                 values.append(value)
@@ -193,10 +197,11 @@ class StepWriter:
         for rows, value in zip(places, values):  # noqa: B905 - linked columns, the last, have none
             if value is not KEPT:
                 rows[slot] = value
-        if self._linked:
-            n = self._n_lanes
-            links = {name: np.reshape(values[at], (n, *shape)) for name, at, shape in self._linked}
-            self._storage.columns.write_step(links, head)
+        for name, at, source in self._linked:
+            pair = values[at], values[source]
+            if places is self._flat:  # one row without an axis for lanes
+                pair = np.asarray(pair[0])[None], np.asarray(pair[1])[None]
+            self._storage.columns.write_step(name, *pair, head)
         if self._has_episodes:
             open_pairs = self._open_pairs
             self._pairs[slot] = open_pairs
@@ -218,9 +223,9 @@ class StepWriter:
             if value is not KEPT:
                 flat[rows] = value
         if self._linked:
-            n = heads.size
-            links = {name: np.reshape(values[at], (n, 1, *shape)) for name, at, shape in self._linked}
-            columns.write_links(links, lanes, 1)
+            links = {name: values[at] for name, at, _ in self._linked}
+            links |= {columns.links[name].source: values[source] for name, _, source in self._linked}
+            columns.write_links({name: value[:, None] for name, value in links.items()}, lanes, 1)
         if self._has_episodes:
             self._flat_pairs[rows] = self._open_pairs[lanes]
             self._open_pairs[lanes] += self._one_step[lanes]
@@ -289,10 +294,9 @@ class StepWriter:
         ring, self._n_lanes, self._capacity = storage.ring, columns.n_lanes, columns.capacity
         self._reserved, self._heads, self._plans = ring.reserved, ring.head, {}
         names, self._every_lane = list(columns.flat) if columns.on_host else [], np.arange(self._n_lanes)
-        # The linked columns and their sources, and where their values are among all.
-        linked = {*columns.links, *(link.source for link in columns.links.values())}
+        # The linked columns, and where the values of each and of its source are among all.
         every = [*names, *columns.links]
-        self._linked = [(name, at, columns.specs[name].shape) for at, name in enumerate(every) if name in linked]
+        self._linked = [(name, every.index(name), every.index(link.source)) for name, link in columns.links.items()]
         self._flat = [columns.flat[name] for name in names]
         self._rows = [columns.cells[name].swapaxes(0, 1) for name in names]
         self._has_episodes: bool = storage.episodes is not None
@@ -333,9 +337,9 @@ def _find_done(ended: list[ndarray]) -> ndarray:
 
 def _is_number_of(dtype: np.dtype, value: Any, limits: Mapping[type, tuple[Any, Any]]) -> bool:
     """Whether a column of this dtype, and with these limits, takes a number as it is."""
-    if isinstance(value, np.generic):
-        if value.dtype is dtype:
-            return True
+    if isinstance(value, NUMBERS):
+        if value.ndim or value.dtype is dtype:
+            return not value.ndim
         value = value.item()
     between = limits.get(type(value))
     return between is not None and bool(between[0] <= value <= between[1])  # not true of NaN

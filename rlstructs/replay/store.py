@@ -118,7 +118,7 @@ class Storage(CopiedWhole):
             self.episodes.columns.ring = self.ring
 
     def __len__(self) -> int:
-        return len(self.ring)
+        return self.span().total
 
     @property
     def nbytes(self) -> int:

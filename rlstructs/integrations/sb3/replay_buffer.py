@@ -116,8 +116,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             truncated = [info.get("TimeLimit.truncated", False) for info in infos]
             timeouts = truncated if any(truncated) or len(truncated) != self.n_envs else timeouts
         block = self._split(obs, next_obs)
-        block[ACTIONS], block[REWARDS], block[DONES] = action, np.asarray(reward, FLOAT), np.asarray(done, FLOAT)
-        block[TIMEOUTS] = timeouts
+        # The conversions that nearly all programs need.
+        is_flat = type(action) is np.ndarray and action.ndim == 1
+        block[ACTIONS] = action.reshape(self.n_envs, self.action_dim) if is_flat else action
+        block[REWARDS], block[DONES], block[TIMEOUTS] = np.asarray(reward, FLOAT), np.asarray(done, FLOAT), timeouts
         if self._writer.write(block, None, self._cast) is None:
             specs = self._storage.columns.specs
             self._storage.write({name: self._cast(name, block[name], specs[name])[:, None] for name in block})
@@ -152,8 +154,11 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return self._read(self._storage.columns.rows(lanes, batch_inds), env)
 
     def _gather(self, names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
-        values = self._storage.read_at(rows, lambda _, some: self._storage.gather(names, some))
-        return dict(zip(names, values, strict=True))
+        storage = self._storage
+        if storage.is_private:  # no other process writes, and threads wait
+            with storage.lock:
+                return dict(zip(names, storage.gather(names, rows), strict=True))
+        return dict(zip(names, storage.read_at(rows, lambda _, some: storage.gather(names, some)), strict=True))
 
     def _read(self, rows: np.ndarray, env: VecNormalize | None, last: np.ndarray | None = None) -> Any:
         """Makes a sample of these rows; where `last` is given, what followed an action is that of these other rows."""
@@ -174,7 +179,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
 
     def to_torch(self, array: np.ndarray, copy: bool = False) -> torch.Tensor:
         """Makes a tensor on the device; it shares memory with the array unless `copy`, or if the device is another."""
-        return torch.tensor(array, device=self.device) if copy else torch.as_tensor(array, device=self.device)
+        if copy:
+            return torch.tensor(array, device=self.device)
+        is_plain = type(array) is np.ndarray and self.device.type == "cpu" and array.flags.writeable
+        return torch.from_numpy(array) if is_plain else torch.as_tensor(array, device=self.device)
 
     def _column(self, name: str) -> np.ndarray:
         """A view of a column, (buffer_size, n_envs, ...); a copy if the column is stored only as a link to another."""

@@ -17,6 +17,7 @@ from rlstructs.replay import expand
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.claims import Claims
 from rlstructs.replay.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
+from rlstructs.replay.gathered_column import GatheredColumn
 from rlstructs.replay.given import spec_of
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
 from rlstructs.replay.reading import DISCOUNT, Reading
@@ -150,10 +151,11 @@ class ChunkReplayBuffer(Buffer):
     # Writing
 
     @property
-    def data(self) -> Mapping[str, np.ndarray]:
-        """Tag -> the stored rows, `(len, ...)`, each a copy made on access.
+    def data(self) -> Mapping[str, GatheredColumn]:
+        """Tag -> the stored rows, `(len, ...)`, of which those that are indexed are copied.
 
-        They are sorted by lane and then by slot: with one lane, `data[tag][indices]` is what a sample holds.
+        They are sorted by lane and then by slot: with one lane, `data[tag][indices]` is what a sample holds. What is
+        done with one as a whole copies it, as `numpy.array` does; later rows do not change such a copy.
         """
         return StoredRows(self._intake)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,15 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.claims import Claims, dtype_called
 from rlstructs.replay.columns import Spec
-from rlstructs.replay.export import Exporter
 from rlstructs.replay.from_trajectories import NAMES, STATES, Steps, key_of
+from rlstructs.replay.gathered_column import GatheredColumn
 from rlstructs.replay.given import as_rows, is_mapping, spec_of
 from rlstructs.replay.intake import GROW, Intake
 from rlstructs.replay.roles import ends_among
+from rlstructs.replay.span import Span
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import as_whole, host_array
+from rlstructs.replay.values import as_whole, from_bits, host_array
 from rlstructs.replay.widening import cast
 from rlstructs.structures.trajectories import Trajectories
 
@@ -164,22 +166,32 @@ class TaggedIntake(Intake):
         return tags
 
 
-class StoredRows(Mapping[str, np.ndarray]):
-    """Tag -> rows of a store, read on access."""
+class StoredRows(Mapping[str, GatheredColumn]):
+    """Tag -> rows of a store, which are read where they are indexed."""
 
     def __init__(self, intake: TaggedIntake) -> None:
         self._intake = intake
 
-    def __getitem__(self, tag: str) -> np.ndarray:
+    def __getitem__(self, tag: str) -> GatheredColumn:
         tags, storage = self._intake.tags, self._intake.storage
-        if tag not in tags:
+        spec = storage.columns.specs.get(tag, tags.get(tag))
+        if tag not in tags or spec is None:
             raise MissingKeyError(f"no tag {tag!r} in this buffer, there are {sorted(tags)}")
-        specs = storage.columns.specs
-        if tag not in specs:  # no row has come yet
-            return np.zeros(0, tags[tag].dtype)
-        _, [rows] = storage.read_all(lambda span: np.sort(span.every_row()), lambda every: storage.gather([tag], every))
-        array: np.ndarray = Exporter("numpy").one(tag, rows, specs[tag])
-        return array
+        dtype = np.dtype(np.float32) if spec.is_bfloat16 else spec.dtype
+        return GatheredColumn((len(storage), *spec.shape), dtype, partial(self._gather, tag))
+
+    def _gather(self, tag: str, numbers: np.ndarray) -> np.ndarray:
+        """Copies of the rows with these numbers, counted by lane and then by slot."""
+        storage = self._intake.storage
+        spec = storage.columns.specs.get(tag)
+        if spec is None:  # no row has come yet
+            return np.zeros(numbers.shape, self._intake.tags[tag].dtype)
+
+        def read(span: Span, some: np.ndarray) -> list[Any]:
+            return storage.gather([tag], span.by_slot(some))
+
+        [rows] = storage.read_at(numbers, read, lambda span, some: span.by_slot(some))
+        return from_bits(rows) if spec.is_bfloat16 else rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._intake.tags)

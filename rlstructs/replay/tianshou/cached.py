@@ -65,6 +65,13 @@ class JoinedTable(Table):
     def edges(self) -> np.ndarray:
         return np.concatenate([[0], self.main.maxsize + super().edges])
 
+    def lane_around(self, row: int) -> tuple[int, int]:
+        edge = self.main.maxsize
+        if 0 <= row < edge:
+            return 0, edge
+        low, high = super().lane_around(row - edge)
+        return (low + edge, high + edge) if low < high else (low, high)
+
     @property
     def columns(self) -> dict[str, Spec]:
         self.follow_main()
@@ -93,11 +100,8 @@ class JoinedTable(Table):
             return column
         return read_only(np.concatenate([self.main.column(name), super().column(name)]))
 
-    def find_view(self, name: str) -> np.ndarray | None:
-        return None
-
     def ends(self) -> np.ndarray:
-        return np.concatenate([self.main.ends(), super().ends()])
+        return read_only(np.concatenate([self.main.ends(), super().ends()]))
 
     def read_column(self, name: str, at: np.ndarray) -> np.ndarray:
         edge = self.main.maxsize

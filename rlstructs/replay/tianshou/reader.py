@@ -67,6 +67,13 @@ class Reader:
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
         table, specs = self.table, self.table.specs
+        if stack_num == 1 and key in table.columns and not table.is_joined and table.storage.is_private:
+            with table.storage.lock:
+                at = table.locate(index)
+                [array] = table.storage.gather((key,), at)
+            if key == REW and table.stand_in is not None:
+                array = np.asarray(table.stand_in[at])
+            return self.export.one(key, array, specs[key])
         names = (key,) if key in specs else tuple(name for name in specs if name.startswith(f"{key}/"))
         if not names:
             if default_value is not None:
@@ -87,7 +94,7 @@ class Reader:
     def _read_at(self, sources: Sources, at: np.ndarray, reading: Reading) -> dict[str, Any]:
         """Does what `read_sources` does, with the values that stand in for rewards; no row is torn by a writer."""
         table, rows, stand_in = self.table, self.table.rows(), self.table.stand_in
-        if table.is_joined:  # it is for one thread
+        if table.is_joined or table.storage.is_private:  # one thread alone uses it, or others wait for the lock
             arrays = read_sources(rows, table.columns, sources, at, reading)
         else:
             flat = table.storage.read_at(
@@ -110,12 +117,11 @@ class Reader:
 
     def list_between(self, start: int, stop: int) -> np.ndarray:
         """The rows between two of a lane; see `ReplayBuffer.get_buffer_indices`."""
-        edges = self.table.edges
         start, stop = operator.index(start), operator.index(stop)
-        lane = int(np.searchsorted(edges, start, side="right")) - 1
-        low, high = (int(edge) for edge in edges[lane : lane + 2]) if 0 <= start < edges[-1] else (0, -1)
+        low, high = self.table.lane_around(start)
         if not low <= stop <= high:
-            raise SpecError(f"rows {start} to {stop} are not in one of the lanes that lie between {edges.tolist()}")
+            edges = self.table.edges.tolist()
+            raise SpecError(f"rows {start} to {stop} are not in one of the lanes that lie between {edges}")
         if start < stop:
             return np.arange(start, stop)
         around = np.concatenate([np.arange(start, high), np.arange(low, stop)])

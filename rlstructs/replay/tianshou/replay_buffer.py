@@ -22,7 +22,7 @@ from rlstructs.replay.tianshou.options import THEIRS, Options, check_arguments, 
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.running import Added
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import RESERVED
+from rlstructs.replay.tianshou.transitions import DONE, RESERVED
 from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
@@ -196,10 +196,15 @@ class ReplayBuffer(Buffer):
         writes may change an array: copy it to keep it. A column without bytes of its own, such as next observations
         that are stored once, is a `LazyColumn`, which gathers the rows that are indexed.
         """
-        table, found = vars(self).get("_table"), None
-        if table is not None and not name.startswith("_"):
-            found = table.find_view(name)
-            found = table.read_whole(table.find, name) if found is None else found
+        table: Table | None = self.__dict__.get("_table")
+        found = None
+        if table is not None:
+            view = table.views.get(name)
+            if view is not None and table.storage.columns.flat.get(name) is view[0] and table.stand_in is None:
+                return view[1]
+            if name == DONE and table.columns:
+                return table.ends()
+            found = None if name.startswith("_") else table.read_whole(table.find, name)
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint_of(name)}")
         return found

@@ -7,22 +7,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from rlstructs.debug import is_on
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.counters import REWRITES
+from rlstructs.replay.gathered_column import GatheredColumn
 from rlstructs.replay.reading import Sources
 from rlstructs.replay.snapshot import AnySnapshot, Snapshot
 from rlstructs.replay.span import numbered
 from rlstructs.replay.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
-from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, DONE, FLAGS, REW, sources_of
+from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, FLAGS, REW, sources_of
 from rlstructs.replay.values import from_bits, host_array
 
 R = TypeVar("R")
+INT = np.dtype(np.int64)
 
 
 class Keys(NamedTuple):
@@ -53,6 +54,7 @@ class Table:
 
     Attributes:
         stand_in: values that are read in place of the stored rewards, `(maxsize, ...)`; None for none.
+        views: name -> the memory of a column when it was last read, and what `column` returned.
     """
 
     # Whether there are rows of more stores than one.
@@ -63,11 +65,10 @@ class Table:
         self.n_lanes = storage.columns.n_lanes
         self.stand_in: np.ndarray | None = None
         self._keys, self._ends = UNKNOWN, _Ends(storage)
-        # Name -> the memory of a column, and a view that was made of it.
-        self._views: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.views: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "stand_in": None, "_keys": UNKNOWN, "_ends": _Ends(self.storage), "_views": {}}
+        return {**vars(self), "stand_in": None, "_keys": UNKNOWN, "_ends": _Ends(self.storage), "views": {}}
 
     # Rows
 
@@ -80,6 +81,13 @@ class Table:
     def edges(self) -> np.ndarray:
         """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
         return np.arange(self.n_lanes + 1) * self.lane_size
+
+    def lane_around(self, row: int) -> tuple[int, int]:
+        """The first row id of the lane that a row is in, and the end of the lane; (0, -1) if there is no such row."""
+        if not 0 <= row < self.n_lanes * self.lane_size:
+            return 0, -1
+        low = row // self.lane_size * self.lane_size
+        return low, low + self.lane_size
 
     def rows(self) -> AnySnapshot:
         """A snapshot of the rows."""
@@ -100,7 +108,7 @@ class Table:
             return rows.numbered(np.arange(*index.indices(rows.total)))
         end, maxsize = self.index_end(rows), self.maxsize
         given = as_integers(index, end, maxsize)
-        at = given.astype(np.int64, copy=False)
+        at = given if given.dtype is INT else given.astype(np.int64, copy=False)
         # As unsigned numbers, negative ones are large.
         if not at.size or np.maximum.reduce(at.view(np.uint64), axis=None) < end:
             outside = None if rows.total == maxsize else ~rows.has(at)
@@ -145,18 +153,9 @@ class Table:
             keys = self._keys = Keys(layout, specs, sources_of(tuple(specs), tuple(stored)))
         return keys
 
-    def find_view(self, name: str) -> np.ndarray | None:
-        """A column that was read before, and is where it was; None for any other."""
-        held = self._views.get(name)
-        if held is None or self.stand_in is not None or self.storage.columns.flat.get(name) is not held[0]:
-            return None
-        return held[1].view()
-
     def find(self, name: str) -> Any:
         """Returns what the buffer has as an attribute of this name: a column, or nested columns; None for nothing."""
         columns = self.columns
-        if name == DONE and columns:
-            return read_only(self.ends().view())
         if name in columns:
             return self.show(name)
         if inside := [key for key in columns if key.startswith(f"{name}/")]:
@@ -177,12 +176,14 @@ class Table:
         if self.columns[name].is_bfloat16:
             return read_only(from_bits(whole)[:n])
         view = read_only(whole[:n])
-        self._views[name] = whole, view
-        return view.view()
+        if not self.is_joined:
+            self.views[name] = whole, view
+        return view
 
     def ends(self) -> np.ndarray:
         """Where a flag says that an episode ends, bool (maxsize,)."""
-        return self._ends.read()[: self.n_lanes * self.lane_size]
+        found = self._ends.read()
+        return found if self.lane_size else found[:0]
 
     def gather_lazily(self, name: str) -> LazyColumn:
         """A column, `(maxsize, ...)`, whose rows are gathered when they are indexed."""
@@ -229,30 +230,31 @@ class _Ends:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._whole = np.zeros(0, bool)
-        self._flags: list[np.ndarray] = []
-        self._counters, self._heads, self._rewrites = b"", np.zeros(0, np.int64), -1
+        self._whole = self._shown = np.zeros(0, bool)
+        self._of: tuple[Any, ...] = ()
+        self._counters, self._heads = b"", np.zeros(0, np.int64)
 
     def read(self) -> np.ndarray:
-        """Returns bool (n_rows,), which the next call may change."""
-        storage, flat = self._storage, self._storage.columns.flat
-        ring, rewrites = storage.ring, storage.counters.notes[REWRITES]
-        flags = [flat[name] for name in FLAGS]
-        is_same = self._rewrites == rewrites and not is_on()  # poison is written without notice
-        is_same = is_same and all(one is other for one, other in zip(flags, self._flags, strict=True))
+        """Returns bool (n_rows,), read-only, which later calls may change."""
+        storage = self._storage
+        ring, columns = storage.ring, storage.columns
+        of = ring, columns.layout, storage.counters.notes.item(REWRITES)
+        is_same = of == self._of and not is_on()  # poison is written without notice
         counters = ring.counters.tobytes()
         if is_same and counters == self._counters:
-            return self._whole
+            return self._shown
+        flags = [columns.flat[name] for name in FLAGS]
         _, reserved, heads = np.frombuffer(counters, np.int64).reshape(ring.counters.shape)
         if is_same and (self._heads <= heads).all():
             low = np.maximum(self._heads, reserved - ring.capacity)
-            rows = numbered(storage.columns, low, np.maximum(reserved - low, 0))
+            rows = numbered(columns, low, np.maximum(reserved - low, 0))
             self._whole[rows] = flags[0][rows] | flags[1][rows]
         else:
             self._whole = flags[0] | flags[1]
+            self._shown = read_only(self._whole.view())
         # Rows from the heads on may be half written: they are looked at again next time.
-        self._counters, self._heads, self._rewrites, self._flags = counters, heads, int(rewrites), flags
-        return self._whole
+        self._counters, self._heads, self._of = counters, heads, of
+        return self._shown
 
 
 def as_integers(index: Any, end: int, maxsize: int) -> np.ndarray:
@@ -276,21 +278,8 @@ def as_integers(index: Any, end: int, maxsize: int) -> np.ndarray:
     return given
 
 
-class LazyColumn(NDArrayOperatorsMixin):
-    """A column of a buffer, `(maxsize, ...)`, without bytes of its own: the rows that are indexed are gathered.
-
-    Any other operation of an array of numpy copies the whole column.
-
-    Args:
-        shape, dtype: of the column.
-        gather: returns the values of row ids (n,).
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, gather: Callable[[np.ndarray], np.ndarray]) -> None:
-        self.shape, self.ndim, self.dtype, self._gather = shape, len(shape), dtype, gather
-
-    def __len__(self) -> int:
-        return self.shape[0]
+class LazyColumn(GatheredColumn):
+    """A column of a buffer, `(maxsize, ...)`, without bytes of its own; read-only."""
 
     def __getitem__(self, index: Any) -> Any:
         found = self._at(index)
@@ -299,46 +288,6 @@ class LazyColumn(NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Raises SpecError, which names the method that changes rows."""
         raise _not_writable()
-
-    def _at(self, index: Any) -> Any:
-        """The values at an index, in private memory."""
-        first, *inside = index if isinstance(index, tuple) and index else (index,)
-        if isinstance(first, slice):
-            return self._gather(np.arange(len(self))[first])[(slice(None), *inside)]
-        first = np.asarray(first)
-        if first.dtype == bool and first.ndim and first.shape == self.shape[: first.ndim]:
-            # numpy replaces a mask, of several axes too, by the indexes where it is true.
-            first, *others = first.nonzero()
-            inside = [*others, *inside]
-        if first.dtype.kind not in "iu":  # None, ..., and indexes that numpy refuses
-            return np.asarray(self)[index]
-        values = self._gather(self._rows(first).reshape(-1))
-        # Beside other arrays, numpy needs one of the same shape.
-        at = np.arange(first.size).reshape(first.shape)
-        return values[(at, *inside)] if inside else values.reshape((*first.shape, *self.shape[1:]))[()]
-
-    def _rows(self, index: np.ndarray) -> np.ndarray:
-        """Converts integers to row ids, int64 of the same shape."""
-        n = len(self)
-        if index.size and (index.min() < -n or index.max() >= n):
-            np.arange(n)[index]  # raises as numpy does
-        at = index.astype(np.int64, copy=False)
-        return np.asarray(np.where(at < 0, at + n, at))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._gather(np.arange(len(self))).astype(self.dtype if dtype is None else dtype, copy=False)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **settings: Any) -> Any:
-        whole = (np.asarray(each) if isinstance(each, LazyColumn) else each for each in inputs)
-        return getattr(ufunc, method)(*whole, **settings)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(np.asarray(self), name)
-
-    def __repr__(self) -> str:
-        return repr(np.asarray(self))
 
 
 class ReadOnlyArray(np.ndarray):
