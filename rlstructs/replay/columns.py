@@ -25,6 +25,8 @@ MOST_GATHERINGS = 64
 BYTES_AT_ONCE = 1 << 20
 # What `_map` makes anew, and a store.
 MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate", "_steps"])
+# Rows that are written at a time, all columns of them: their records stay in a core's cache meanwhile.
+ROWS_AT_ONCE = 4096
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
 
@@ -337,25 +339,35 @@ class Columns(RowIds):
         """
         # Slots, and which of the T rows are written to them.
         parts: list[tuple[Any, Any]] = []
+        rows = None
         valid: Any = ... if lengths is None else np.arange(n_timesteps) < lengths[:, None]
         if lengths is None and head is not None:
-            slot = head % self.capacity
-            n_before = self.capacity - slot  # slots up to the end of the rings
-            parts = [(slot, 0)] if n_timesteps == 1 else [(slice(slot, slot + n_timesteps), slice(0, n_before))]
-            if n_timesteps > n_before:
-                parts.append((slice(0, n_timesteps - n_before), slice(n_before, None)))
+            if n_timesteps == 1:
+                parts = [(head % self.capacity, 0)]
+            else:
+                at_once = max(1, ROWS_AT_ONCE // max(1, len(next(iter(block.values())))))
+                parts = list(self._runs(head, n_timesteps, at_once))
         else:
             steps = self.ring.head[lanes][:, None] + np.arange(n_timesteps)
             rows = self.at_steps(np.arange(self.n_lanes)[lanes][:, None], steps)[valid]
-        for name in self.flat:
-            values = block.get(name)
-            unwritten = self.value(name, self.specs[name].unwritten) if values is None else None
-            for slots, times in parts:
-                self.put_cells(name, lanes, slots, unwritten if values is None else values[:, times])
-            if not parts:
-                self.put_rows(name, rows, unwritten if values is None else values[valid])
+        given = {name: block.get(name) for name in self.flat}
+        absent = {n: self.value(n, self.specs[n].unwritten) for n, values in given.items() if values is None}
+        for slots, times in parts:
+            for name, values in given.items():
+                self.put_cells(name, lanes, slots, absent[name] if values is None else values[:, times])
+        for name, values in given.items() if rows is not None else ():
+            self.put_rows(name, rows, absent[name] if values is None else values[valid])
         if self.links:
             self.write_links(block, lanes, n_timesteps, lengths)
+
+    def _runs(self, head: int, n_timesteps: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+        """The slots of T rows from a head on, and which of the rows, in pieces that do not cross the ends of rings."""
+        at = 0
+        while at < n_timesteps:
+            slot = (head + at) % self.capacity
+            n = min(at_once, n_timesteps - at, self.capacity - slot)
+            yield slice(slot, slot + n), slice(at, at + n)
+            at += n
 
     def write_links(
         self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None

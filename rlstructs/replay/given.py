@@ -70,11 +70,15 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
         return dict(batch.items())
     if not is_mapping(batch):
         raise TypeError(f"{owner}: needs a mapping of names to arrays, got {type(batch).__name__}")
+    plain = plain_items(batch)
+    if plain is not None:
+        return plain
     flat: dict[str, Any] = {}
     for key in batch.keys():  # noqa: SIM118 - not every batch iterates over its keys
         if not isinstance(key, str):
             raise TypeError(f"{owner}: a key must be a string, got {key!r}")
-        value = _stacked(batch[key], owner) if are_mappings(batch[key]) else batch[key]
+        value = batch[key]
+        value = _stacked(value, owner) if are_mappings(value) else value
         inside = _prefixed(key, flat_items(value, owner)) if is_mapping(value) else {key: value}
         if twice := flat.keys() & inside.keys():
             raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")

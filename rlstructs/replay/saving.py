@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -60,6 +60,7 @@ SETTINGS = (
 SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
 
 
+B = TypeVar("B", bound="Stored")
 Arrays = dict[str, Any]
 # Arrays by name, dtypes that numpy lacks, and the rest as JSON.
 Contents = tuple[Arrays, dict[str, str], dict[str, Any]]
@@ -182,16 +183,18 @@ def _held_objects(buffer: Stored, name: str, n_slots: int) -> np.ndarray:
     return held[:, :n_slots]
 
 
-def own_state(path: Path, kind: str, suffix: str | None = None) -> dict[str, Any]:
-    """Reads the settings of a saved buffer.
+def load_new(kind: str, make: Callable[[Mapping[str, Any]], B], path: Path, suffix: str | None = None) -> B:
+    """Makes a buffer of what `Stored._state` said of one, and restores it.
 
     Raises:
-        FileNotFoundError, FileError: there is no such file, or it holds a buffer of another class.
+        FileNotFoundError, FileError: there is no such file, or it holds a buffer of another class, or is damaged.
     """
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         layout.check_class(path, header, kind)
         _check_sizes(path, SavedArrays(reader, {RING: RING}), header["state"])
-        return dict(header["state"]["own"])
+        buffer = make(dict(header["state"]["own"]))
+        _load(buffer, path, reader, header)
+    return buffer
 
 
 def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
@@ -221,10 +224,14 @@ def load(buffer: Stored, path: Path, suffix: str | None = None) -> None:
     """Restores a buffer while its locks are held; changes nothing if the file does not fit."""
     buffer._storage.counters.check_writable()
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
-        layout.check_class(path, header, buffer._form.kind(buffer))
-        reader.verify()
-        with buffer._hold_locks():
-            restorer(buffer, path, reader, header)()
+        _load(buffer, path, reader, header)
+
+
+def _load(buffer: Stored, path: Path, reader: Reader, header: Mapping[str, Any]) -> None:
+    layout.check_class(path, header, buffer._form.kind(buffer))
+    reader.verify()
+    with buffer._hold_locks():
+        restorer(buffer, path, reader, header)()
 
 
 def restorer(buffer: Stored, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:

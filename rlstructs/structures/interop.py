@@ -6,7 +6,7 @@ saying so. Each library is imported when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,13 +142,25 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
     return map_tree(lambda array: wp.to_torch(array) if view else wp.to_torch(array).clone(), arrays)
 
 
-def to_tensordict(tree: Mapping[str, Any], n_elems: int, device: torch.device | None = None) -> Any:
+def to_tensordict(tree: Mapping[str, Any], sizes: Sequence[int], device: torch.device | None = None) -> Any:
+    """Makes a `TensorDict` with batch axes of these sizes, or with none if a tensor has fewer axes."""
     from tensordict import TensorDict
 
-    flat = TensorDict(nest_names(tree), batch_size=[], device=device)
-    if all(tensor.ndim > 0 for tensor in flat.values(include_nested=True, leaves_only=True)):
-        flat.batch_size = [n_elems]
-    return flat
+    leaves = list(_leaves(tree))
+    shape = torch.Size(sizes if all(tensor.ndim >= len(sizes) for tensor in leaves) else ())
+    n_axes = len(shape)
+    fits = all(tensor.shape[:n_axes] == shape and device in (None, tensor.device) for tensor in leaves)
+    # The constructor looks at each tensor several times; torchrl makes its batches in this way, too.
+    make = getattr(TensorDict, "_new_unsafe", TensorDict) if fits else TensorDict
+    return make(nest_names(tree), batch_size=shape, device=device)
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterator[Any]:
+    for leaf in tree.values():
+        if type(leaf) is not torch.Tensor and isinstance(leaf, Mapping):
+            yield from _leaves(leaf)
+        else:
+            yield leaf
 
 
 def nest_names(tree: Mapping[str, Any]) -> Tree:
@@ -167,7 +179,8 @@ def nest_names(tree: Mapping[str, Any]) -> Tree:
                 raise SpecError(f"{name!r} cannot be nested: {parent!r} is a tensor itself")
         if last in inner:
             raise SpecError(f"{name!r} cannot be nested: it is a tensor and a group of tensors")
-        inner[last] = nest_names(leaf) if isinstance(leaf, Mapping) else leaf
+        is_tensor = type(leaf) is torch.Tensor  # nearly always, and quicker to find out
+        inner[last] = nest_names(leaf) if not is_tensor and isinstance(leaf, Mapping) else leaf
     return nested
 
 

@@ -148,7 +148,7 @@ class Structure:
 
         A key with `/` becomes a key of a nested TensorDict. Needs the extra `tensordict`.
         """
-        return interop.to_tensordict(self._shown(), self.n_elems())
+        return interop.to_tensordict(self._shown(), [self.n_elems()])
 
     @classmethod
     def from_tensordict(cls: type[S], tensordict: Any) -> S:

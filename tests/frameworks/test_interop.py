@@ -97,6 +97,21 @@ def test_all_three_structures_make_the_round_trip(library):
 # --- whose memory it is -----------------------------------------------------------------------------
 
 
+def test_tensordicts_that_are_made_past_their_constructor_are_as_those_that_it_makes():
+    assert hasattr(TensorDict, "_new_unsafe")  # private; without it they are made by the constructor
+    made = DictTensor({"a": torch.zeros(3, 2), "next/b": torch.ones(3), "next/c/d": torch.ones(3, 1)}).to_tensordict()
+    inside = {"b": torch.ones(3), "c": {"d": torch.ones(3, 1)}}
+    wanted = TensorDict({"a": torch.zeros(3, 2), "next": inside}, batch_size=[3])
+    for each, other in ((made, wanted), (made["next"], wanted["next"]), (made["next", "c"], wanted["next", "c"])):
+        assert (type(each), each.batch_size, each.device) == (type(other), other.batch_size, other.device)
+        assert type(each.batch_size) is type(other.batch_size) and set(each.keys(True)) == set(other.keys(True))
+    assert (made == wanted).all() and (made[1:] == wanted[1:]).all()
+    assert (made.reshape(3, 1) == wanted.reshape(3, 1)).all()
+    made["more"] = torch.zeros(3)
+    with pytest.raises(RuntimeError):
+        made["more"] = torch.zeros(2)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_leaves_is_private(library):
     x = torch.ones(SIZE)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import rlstructs.replay
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
-from rlstructs.replay import expand, ring
+from rlstructs.replay import columns, expand, ring
 from rlstructs.replay.backing import Folder, Heap, Shared, SharedBlock
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.drawn_rows import DrawnRows
@@ -609,6 +609,18 @@ def test_a_successor_begins_anew_where_a_dead_writer_left_nothing(order, done):
 
 
 # Drawing
+
+
+def test_many_rows_are_written_in_pieces_as_in_one(order, monkeypatch):
+    stores = [make_storage(3, 20, order), make_storage(3, 20, order)]
+    for store, at_once in zip(stores, (4096, 7), strict=True):
+        monkeypatch.setattr(columns, "ROWS_AT_ONCE", at_once)
+        for start, n in ((0, 13), (50, 20), (100, 0), (150, 9), (200, 45)):
+            given = block(start + np.arange(3 * n).reshape(3, n))
+            store.write(given if n != 9 else {"x": given["x"]})
+    for name in ("x", "n"):
+        np.testing.assert_array_equal(*(store.columns.flat[name] for store in stores))
+    assert (stores[0].ring.counters == stores[1].ring.counters).all()
 
 
 def test_uniform_draws_every_row_equally_often_over_a_wrapped_ring(order):

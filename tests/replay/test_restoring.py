@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tracemalloc
 from functools import partialmethod
@@ -17,6 +18,10 @@ from rlstructs import Checkpoint, DictTensor, FileError, OutOfMemoryError, Tempo
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import ReplayBuffer, VectorReplayBuffer, columns, device_columns, saving
 from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.claims import check_episodes
+from rlstructs.replay.episodes import EPISODE
+from rlstructs.replay.ring import Ring
+from rlstructs.replay.store import Storage
 
 SURFACES = [surface for surface in EVERY_SURFACE if surface.id != "Shard"]  # which is no file's
 # How a memory is written and read again.
@@ -183,3 +188,42 @@ def test_a_load_takes_no_more_memory_than_its_rows(way, n, tmp_path, monkeypatch
 
 
 assert CAPACITY > 9  # rows are overwritten in one of the cases only
+
+
+def could_be(time, length, steps, head, was_killed, following):
+    """Whether a row may have this place in its episode: what `check_episodes` says of all rows, for one."""
+    ends = length == time + 1
+    if not 0 <= time <= steps or (length and length <= time):
+        return False
+    if steps + 1 == head:
+        return ends or length == 0 or was_killed
+    return following[0] == 0 if ends else following == (time + 1, length)
+
+
+def test_episodes_of_a_file_are_checked_as_row_by_row():
+    rng, n_refused = np.random.default_rng(0), 0
+    for _ in range(400):
+        n_lanes, capacity = rng.integers(1, 4), rng.integers(1, 9)
+        storage = Storage(n_lanes, capacity)
+        storage.columns.add("x", columns.Spec(np.dtype(np.float32)))
+        storage.track_episodes()
+        for _ in range(rng.integers(1, 5)):
+            shape = (n_lanes, rng.integers(1, 6))
+            x = {"x": np.zeros(shape, np.float32)}
+            storage.write(x, lengths=rng.integers(0, shape[1] + 1, n_lanes), done=rng.random(shape) < 0.3)
+        pairs, counters = storage.episodes.columns.cells[EPISODE].copy(), storage.ring.counters.copy()
+        counters[1] += rng.random() < 0.3  # a writer was killed
+        for _ in range(rng.integers(0, 3)):
+            place = rng.integers(n_lanes), rng.integers(capacity), rng.integers(2)
+            pairs[place] = rng.choice([0, 1, 2, 3, -1, 2**31 - 1, -(2**31)])
+        ring = Ring(counters, capacity)
+        killed = ring.reserved > ring.head
+        fits = all(
+            could_be(*pairs[lane, step % capacity].tolist(), step, ring.head[lane], killed[lane],
+                     tuple(pairs[lane, (step + 1) % capacity].tolist()))
+            for lane in range(n_lanes) for step in range(ring.oldest()[lane], ring.head[lane])
+        )  # fmt: skip
+        n_refused += not fits
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="its episodes make no sense"):
+            check_episodes(pairs, ring)
+    assert 50 < n_refused < 350

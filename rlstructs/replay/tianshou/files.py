@@ -35,15 +35,16 @@ def load(kind: type[B], path: str | Path, given: Mapping[str, Any]) -> B:
     Raises:
         FileNotFoundError, FileError: as of `ReplayBuffer.load_hdf5`.
     """
-    settings = saving.own_state(Path(path), kind.__name__, HDF5).get("settings")
-    try:
-        buffer = kind._of_settings(settings, given)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # whatever they are
-        raise FileError(f"{path}: its settings do not make a {kind.__name__}: {clean_text(error)}") from error
-    saving.load(buffer, Path(path), HDF5)
-    return buffer
+
+    def make(own: Mapping[str, Any]) -> B:
+        try:
+            return kind._of_settings(own.get("settings"), given)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # whatever they are
+            raise FileError(f"{path}: its settings do not make a {kind.__name__}: {clean_text(error)}") from error
+
+    return saving.load_new(kind.__name__, make, Path(path), HDF5)
 
 
 def from_arrays(kind: type[B], given: Mapping[str, Any], done: Any, settings: Mapping[str, Any]) -> B:

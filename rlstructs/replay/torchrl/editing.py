@@ -31,8 +31,10 @@ def read(parts: Assembly, index: Any, transform: Compose) -> Any:
         arrays = _gather(parts.store, list(parts.specs), ids)
         if parts.axes is not None and parts.export.framework == "torch":  # torchrl's buffer has it as a column
             arrays[INDEX] = ids.copy()
+        if not rows.ndim and parts.axes is not None and not len(transform):
+            return parts.hand_over({name: array[0, ...] for name, array in arrays.items()}, 0)
         batch = parts.hand_over(arrays, max(rows.ndim, 1))
-    batch = transform(batch)
+    batch = transform(batch) if len(transform) else batch
     return batch if rows.ndim else _take_first(batch)
 
 
@@ -122,7 +124,9 @@ def _find_rows(store: Storage, index: Any) -> np.ndarray:
     """The row ids that an index means, int64; without an axis if it is an int."""
     n = len(store)
     if isinstance(index, slice):
-        return _sort_by_id(store, np.arange(n)[index])
+        return _sort_by_id(store, np.arange(*index.indices(n)))
+    if type(index) is int and 0 <= index < store.columns.n_rows and store.span().has(index):  # type: ignore[arg-type]
+        return np.array(index)
     at = host_array("index", index) if not isinstance(index, list) or index else np.zeros(0, np.int64)
     if at.dtype.kind == "b" and at.ndim:
         if at.shape != (n,):

@@ -146,10 +146,12 @@ class RowIntake:
         parts = self.parts
         if not parts.transform.has_inverse:
             return given
-        batch: Any = ArrayDict({name: np.array(host_array(name, value)) for name, value in given.values.items()})
+        batch: Any
         if parts.export.framework == "torch":
             tensors = {name: _copy_to_tensor(name, value) for name, value in given.values.items()}
             batch = restore_form(DictTensor(tensors), parts.axes)
+        else:
+            batch = ArrayDict({name: np.array(host_array(name, value)) for name, value in given.values.items()})
         batch = parts.transform.inv(batch)
         if batch is None:
             return None

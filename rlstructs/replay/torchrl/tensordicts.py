@@ -61,12 +61,12 @@ def restore_form(batch: Any, axes: Axes | None, n_axes: int = 1) -> Any:
 
 def _to_tensordict(batch: DictTensor, axes: Axes) -> Any:
     """Converts a batch to a `TensorDict`; tensors with fewer axes than the batch are expanded without a copy."""
-    n_axes = axes[""]
-    sizes = next((tensor.shape[:n_axes] for tensor in batch.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
-    tree = {name: _expand(tensor, sizes) for name, tensor in batch.items()}
-    made = to_tensordict(tree, batch.n_elems(), batch.device())
-    made.batch_size = sizes
-    for name, n in axes.items():
+    n_axes, tree = axes[""], dict(batch.items())
+    sizes = next((tensor.shape[:n_axes] for tensor in tree.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
+    if len(sizes) > 1:  # all tensors have an axis of rows
+        tree = {name: _expand(tensor, sizes) for name, tensor in tree.items()}
+    made = to_tensordict(tree, sizes, batch.device())
+    for name, n in axes.items() if len(axes) > 1 else ():
         inner = {tensor.shape[:n] for key, tensor in batch.items() if key.startswith(f"{name}/")}
         if name and len(inner) == 1:  # it may be missing, or some of it may be stacked
             made[tuple(name.split("/"))].batch_size = inner.pop()
