@@ -98,7 +98,7 @@ class DrawnRows:
         held = span.holds(rows, now)
         meant = self._find_drawn_steps(rows, now, held)
         empty = rows[~(held | (meant >= 0))]
-        if (empty := empty[~span.is_reserved(empty)]).size:
+        if empty.size and (empty := empty[~span.is_reserved(empty)]).size:
             raise SpecError(f"index {empty[0]} holds no row")
         return np.asarray(held & ((meant < 0) | (meant == now)))
 

@@ -38,6 +38,9 @@ class GatheredColumn(NDArrayOperatorsMixin):
 
     def _at(self, index: Any) -> Any:
         """The values at an index, in private memory."""
+        n = len(self)
+        if type(index) is int and -n <= index < n:
+            return self._gather(np.array([index % n]))[0]
         first, *inside = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, slice):
             return self._gather(np.arange(len(self))[first])[(slice(None), *inside)]

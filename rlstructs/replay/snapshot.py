@@ -42,21 +42,16 @@ class Snapshot:
         """Which of these are valid, bool."""
         return self.span.has(rows)
 
-    def oldest(self) -> np.ndarray:
-        """The oldest row of each lane, int64 (n_lanes,); meaningless in an empty lane."""
-        return self._rows_of(self.span.low)
-
     def newest(self) -> np.ndarray:
         """The newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
-        return self._rows_of(np.maximum(self.span.head - 1, self.span.low))
+        return self.span.newest()
 
     def unfinished(self) -> np.ndarray:
         """The newest rows of the lanes whose episodes go on, int64."""
-        newest = self.newest()[self.span.counts() > 0]
+        newest = self.newest()
+        if self.total < self.span.columns.n_rows:  # lanes may be empty
+            newest = newest[self.span.counts() > 0]
         return np.asarray(newest[~self.episodes.end(newest)])
-
-    def _rows_of(self, steps: np.ndarray) -> np.ndarray:
-        return self.span.columns.at_steps(np.arange(self.span.columns.n_lanes), steps)
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
         """The row before each in its episode, or the row itself if there is none."""

@@ -82,6 +82,11 @@ class Span:
         # In full lanes a row number is a row id too, though of another row.
         return index if self.total == self.columns.n_rows else self.row_ids(index)
 
+    def newest(self) -> np.ndarray:
+        """The row id of the newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
+        steps = max(self._head - 1, self._low) if self.aligned else np.maximum(self._head - 1, self._low)
+        return self.columns.rows(np.arange(self.columns.n_lanes), steps % self.columns.capacity)
+
     def newer(self, since: np.ndarray) -> np.ndarray:
         """The row ids of all rows from the steps `since` (n_lanes,) on."""
         low = np.maximum(self.low, since)
@@ -139,12 +144,16 @@ class Span:
         """
         if index.size and index.max() >= self.total:
             raise IndexError(f"row {index.max()} is not among {self.total}")
-        capacity, low, counts = self.columns.capacity, self.low, self.counts()
-        ends = np.cumsum(counts)
-        lanes = np.searchsorted(ends, index, side="right")
-        number, first = index - (ends - counts)[lanes], (low % capacity)[lanes]
+        capacity, low, counts = self.columns.capacity, self._low, self._high - self._low
+        if self.aligned:
+            lanes, number = divmod(index, counts) if self.columns.n_lanes > 1 else (0, index)
+        else:
+            ends = np.cumsum(counts)
+            lanes = np.searchsorted(ends, index, side="right")
+            number, low, counts = index - (ends - counts)[lanes], low[lanes], counts[lanes]
         # The newest rows come first where a lane has gone on to its first slot.
-        around = np.maximum(first + counts[lanes] - capacity, 0)
+        first = low % capacity
+        around = np.maximum(first + counts - capacity, 0)
         return self.columns.rows(lanes, np.where(number < around, number, first + number - around))
 
     def every_row(self) -> np.ndarray:

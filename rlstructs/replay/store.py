@@ -222,7 +222,7 @@ class Storage(CopiedWhole):
         """
         with self.lock:
             n_steps = self.track_episodes().open_lengths(lanes) if n_steps is None else n_steps
-            if (n_steps > 0).any():
+            if np.count_nonzero(n_steps > 0):
                 self._note_change(of_episodes=True)
                 self.track_episodes().close(np.arange(self.columns.n_lanes)[lanes], n_steps)
 

@@ -10,6 +10,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rlstructs.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
 from rlstructs.replay.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.row_ids import LANE
 from rlstructs.workers.public_names import set_module
 
 Observations = torch.Tensor | dict[str, torch.Tensor]
@@ -56,6 +57,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         >>> batch.indices, batch.weights.flatten()
         (array([0, 1, 1, 1, 1]), tensor([1.0000, 0.2500, 0.2500, 0.2500, 0.2500]))
     """
+
+    # Draws go through the rows in the order of their ids.
+    _order = LANE
 
     def __init__(self, *settings: Any, alpha: float = 0.6, beta: float = 0.4, **more_settings: Any) -> None:
         super().__init__(*settings, **more_settings)

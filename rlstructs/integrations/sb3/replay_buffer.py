@@ -13,6 +13,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from rlstructs.replay.columns import Spec
+from rlstructs.replay.row_ids import SLOT
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
 from rlstructs.workers.limits import available_bytes
@@ -22,6 +23,8 @@ from rlstructs.workers.public_names import set_module
 OBSERVATIONS, NEXT = "observations", "next_observations"
 ACTIONS, REWARDS, DONES, TIMEOUTS = "actions", "rewards", "dones", "timeouts"
 FLOAT = np.dtype(np.float32)
+# Columns that are not written while they are zero.
+SPARSE = frozenset([TIMEOUTS])
 
 
 @set_module("rlstructs.integrations.sb3")
@@ -46,6 +49,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     pos: int
     full: bool
     _samples: Any = ReplayBufferSamples
+    # The rows of one step lie side by side.
+    _order = SLOT
+    # Whether there was a timeout: the column is zero before. Pickles of earlier versions do not say.
+    _has_timeouts = True
 
     def __init__(
         self,
@@ -60,7 +67,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
-        self._storage = Storage(n_envs, self.buffer_size)
+        self._storage = Storage(n_envs, self.buffer_size, order=self._order)
         specs, linked = self._specs(), {}
         if optimize_memory_usage:
             linked = {name: name.removeprefix("next_") for name in specs if name.startswith(NEXT)}
@@ -70,7 +77,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
         self._before = [name for name in specs if name not in self._after]
         self._writer = StepWriter(self._storage, ())
-        self._no_timeouts = np.zeros(n_envs, FLOAT)
+        self._has_timeouts = False
 
     def _specs(self) -> dict[str, Spec]:
         """The columns, by name."""
@@ -111,16 +118,21 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             reward, done: (n_envs,).
             infos: one for each environment; anything if timeouts are not handled.
         """
-        timeouts: Any = self._no_timeouts
+        timeouts = None
         if self.handle_timeout_termination:
-            truncated = [info.get("TimeLimit.truncated", False) for info in infos]
-            timeouts = truncated if any(truncated) or len(truncated) != self.n_envs else timeouts
+            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+            if self._has_timeouts or any(timeouts) or len(timeouts) != self.n_envs:
+                self._has_timeouts = True
+            else:
+                timeouts = None
         block = self._split(obs, next_obs)
         # The conversions that nearly all programs need.
         is_flat = type(action) is np.ndarray and action.ndim == 1
         block[ACTIONS] = action.reshape(self.n_envs, self.action_dim) if is_flat else action
-        block[REWARDS], block[DONES], block[TIMEOUTS] = np.asarray(reward, FLOAT), np.asarray(done, FLOAT), timeouts
-        if self._writer.write(block, None, self._cast) is None:
+        block[REWARDS], block[DONES] = np.asarray(reward, FLOAT), np.asarray(done, FLOAT)
+        if timeouts is not None:
+            block[TIMEOUTS] = np.asarray(timeouts, FLOAT)
+        if self._writer.write(block, None, self._cast, fills=True, live=SPARSE) is None:
             specs = self._storage.columns.specs
             self._storage.write({name: self._cast(name, block[name], specs[name])[:, None] for name in block})
         self.pos += 1
@@ -193,7 +205,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return np.asarray(columns.cells[name]).swapaxes(0, 1)
 
     def _observations(self, name: str) -> Any:
-        return self._join(name, {column: self._column(column) for column in self._observation_specs(name)})
+        return self._column(name)
 
     observations = property(lambda self: self._observations(OBSERVATIONS), doc="Observations before steps.")
     next_observations = property(lambda self: self._observations(NEXT), doc="Observations after steps.")
@@ -219,6 +231,9 @@ class DictReplayBuffer(ReplayBuffer):
 
     def _join(self, name: str, columns: dict[str, np.ndarray]) -> Any:
         return {key: columns[f"{name}/{key}"] for key in self.obs_shape}
+
+    def _observations(self, name: str) -> Any:
+        return {key: self._column(f"{name}/{key}") for key in self.obs_shape}
 
     def _to_tensors(self, observation: Any) -> Any:
         return {key: self.to_torch(values) for key, values in observation.items()}

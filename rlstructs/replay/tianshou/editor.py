@@ -143,7 +143,10 @@ class Editor:
 
     def replace(self, rows: Mapping[str, Any], at: np.ndarray, default: Any = None, some: bool = False) -> None:
         """Puts values into columns, new ones too; `some` says that there are other rows, which get the default."""
-        intake = self.intake
+        intake, specs = self.intake, self.table.columns
+        if all(name in specs and name not in FLAGS and not is_info(name) for name in rows):  # only values change
+            self._put_all(intake.place(rows, specs, 1)[0], at)
+            return
         plan = intake.plan_columns(rows, 1)
         intake.check_names(plan)
         specs = plan.specs(self.table.columns)
@@ -157,12 +160,15 @@ class Editor:
         rebuild = None if rows.keys().isdisjoint(FLAGS) else self.prepare_rebuild()
         for name, value in fills.items():
             self.fill(name, value)
+        self._put_all(placed, at)
+        if rebuild is not None:
+            rebuild()
+
+    def _put_all(self, placed: Mapping[str, Any], at: np.ndarray) -> None:
         for name, values in placed.items():
             self.put(name, at, values)
         if REW in placed:
             self.table.stand_in = None
-        if rebuild is not None:
-            rebuild()
 
     def put(self, name: str, at: np.ndarray, values: Any) -> None:
         """Sets rows of a column."""

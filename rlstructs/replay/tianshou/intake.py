@@ -26,7 +26,7 @@ from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.options import Options
 from rlstructs.replay.tianshou.running import Added, Running
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, REQUIRED, REW, top
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS, OBS_NEXT, REQUIRED, REW, top
 from rlstructs.replay.values import host_array
 from rlstructs.replay.widening import widened
 from rlstructs.workers.public_names import set_module
@@ -91,7 +91,7 @@ class TransitionIntake(Intake):
     def add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
         """Adds one row to each of some lanes by a plan; otherwise changes nothing and returns None."""
         lanes = self._find_lanes(buffer_ids)
-        if lanes is False or self.options.save_only_last_obs or not self.table.lane_size or not is_mapping(batch):
+        if lanes is False or not self.table.lane_size or not is_mapping(batch):
             return None
         # The length of an `ArrayDict` is that of its rows.
         flat: Mapping[str, Any] | None = batch._arrays() if type(batch) is ArrayDict else plain_items(batch)
@@ -100,6 +100,8 @@ class TransitionIntake(Intake):
         if not self.ignored.isdisjoint(map(top, flat)):
             flat = {name: values for name, values in flat.items() if top(name) not in self.ignored}
         some, is_row = ALL if lanes is None else lanes, buffer_ids is None and not self.table.is_stacked
+        if self.options.save_only_last_obs and (flat := _take_last(flat, not is_row)) is None:
+            return None
         heads, writer = self.storage.ring.head[some], self._step_writer
         if lanes is None:
             heads = heads.copy()
@@ -348,6 +350,17 @@ class TransitionIntake(Intake):
             self.table.stand_in = None
 
         return restore
+
+
+def _take_last(flat: Mapping[str, Any], n_axes: int) -> dict[str, Any] | None:
+    """Takes the last of each stack of observations; None if one is no stack."""
+    rows = dict(flat)
+    for name, value in flat.items():
+        if top(name) in (OBS, OBS_NEXT):
+            if type(value) is not np.ndarray or value.ndim <= n_axes or not value.shape[n_axes]:
+                return None
+            rows[name] = value[:, -1] if n_axes else value[-1]
+    return rows
 
 
 def as_float64(rewards: Any) -> np.ndarray:

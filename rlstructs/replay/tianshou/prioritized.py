@@ -72,7 +72,8 @@ class PrioritizedReader(Reader):
         """The priorities of rows to the power of alpha, float64, copies; new rows get theirs first."""
         with self.priorities.lock:
             self.priorities.follow(self.table.own_rows().span)
-            return np.array(self.priorities.tree.values[at])
+            leaves = self.priorities.tree.values[at]
+            return leaves.copy() if isinstance(at, slice) else np.asarray(leaves)
 
     def get_weight(self, index: Any) -> Any:
         """The weights of rows, over the largest in the buffer, float64 of the shape of `index`."""

@@ -62,7 +62,8 @@ class Reader:
         with self.table.storage.lock:
             at = self.table.locate(index)
             arrays = self._read_at(self.table.sources, at, reading_of(stack_num=self.options.stack_num))
-        return self._hand_over(arrays | self.compute_beside(at))
+        beside = self.compute_beside(at)
+        return self._hand_over(arrays | beside if beside else arrays)
 
     def get(self, index: Any, key: str, default_value: Any, stack_num: int) -> Any:
         """Reads one key of some rows; see `ReplayBuffer.get`."""
