@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -234,6 +235,45 @@ def test_an_agent_may_keep_what_it_is_handed_and_write_into_it(name):
 @pytest.mark.parametrize("name", ["ends", "resets", "disabled", "own"])
 def test_a_history_is_the_agents_own(name):
     check(ENVIRONMENTS[name], with_history=True)
+
+
+class Historian(RL_Agent):
+    """Keeps each history, or copies it at once; may be interrupted in a step."""
+
+    def __init__(self, kept, copies, fails_at=None):
+        self.kept, self.copies, self.fails_at = kept, copies, fails_at
+
+    def require_history(self):
+        return True
+
+    def initial_state(self, agent_info, B):
+        return DictTensor()
+
+    def __call__(self, state, observation, agent_info, history=None):
+        self.kept.append(history.clone() if self.copies else history)
+        if len(self.kept) == self.fails_at:
+            raise KeyboardInterrupt
+        return DictTensor({"action": torch.arange(observation.n_elems()) % 2, "n": observation["reward"] + 1}), state
+
+
+@pytest.mark.parametrize("name", ["ends", "resets", "groups, same step"])
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_a_history_that_is_read_later_is_what_it_was(name, fails_at):
+    def run(copies):
+        kept = []
+
+        def make():
+            return Historian(kept, copies, fails_at)
+
+        with RL_Batcher(5, make, {}, ENVIRONMENTS[name], {}, 0, 0, debug=True) as batcher:
+            for _ in range(4):
+                batcher.reset()
+                with contextlib.suppress(KeyboardInterrupt):
+                    rollout(batcher)
+        return kept
+
+    later, at_once = run(copies=False), run(copies=True)
+    assert later == at_once and len(later) > 12
 
 
 @pytest.mark.parametrize("name", ["resets", "groups, same step", "step_into"])
