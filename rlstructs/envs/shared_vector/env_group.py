@@ -106,7 +106,7 @@ class EnvGroup:
         self._find_rows()
         self.mark_idle()
         self._next = [STEP] * len(self._envs)
-        self._picked: dict[int, list[Any]] = {}  # the last values of `_objects`
+        self._picked: list[list[Any]] = [[] for _ in self._envs]  # the last values of `_objects`
         # False until a step has shown that no two environments write observations into the same memory.
         self._have_own_memory = False
         return self._columns
@@ -193,9 +193,8 @@ class EnvGroup:
             self._write_all(observations, Outcome([], []))  # raises an error that names the environment
             raise
         if self._objects:
-            picked = self._objects.pick_all(observations)
-            self._picked.update(enumerate(picked))
-            outcome.objects.extend(enumerate(picked, self._first))
+            self._picked = self._objects.pick_all(observations)
+            outcome.objects.extend(enumerate(self._picked, self._first))
         return outcome
 
     def step_one(self, k: int, action: Any) -> Outcome:
@@ -372,7 +371,7 @@ class EnvGroup:
     def _copy_last(self, k: int) -> Any:
         """The last observation of environment k."""
         arrays = (column.array[k].copy() for column in self._observations)
-        objects = iter(self._picked.get(k, ()))
+        objects = iter(self._picked[k])
         return nest(self._space, (next(arrays if leaf.is_array else objects) for leaf in flatten_space(self._space)))
 
     def _find_own_memory(self, observations: list[Any]) -> bool:
