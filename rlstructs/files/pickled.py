@@ -162,9 +162,12 @@ class Unpickler:
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def _pop(self) -> Any:
+    def _check_top(self) -> None:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
             raise ValueError("its pickle takes a value that is not there")
+
+    def _pop(self) -> Any:
+        self._check_top()
         return self._stack.pop()
 
     def _pop_to_mark(self) -> list[Any]:
@@ -220,8 +223,8 @@ class Unpickler:
     def _put(self, form: str) -> None:
         if self._take_number(form) != len(self._memo):
             raise ValueError("its pickle fills its memo out of order")
-        self._memo.append(self._pop())
-        self._push(self._memo[-1])
+        self._check_top()
+        self._memo.append(self._stack[-1])
 
     def _get(self, form: str) -> None:
         at = self._take_number(form)

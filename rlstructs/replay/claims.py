@@ -175,17 +175,18 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
 def _is_plain(time: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Which rows are certainly right if they are not the newest of their lanes, bool (n_lanes, n_slots)."""
     n_lanes, n_slots = time.shape
-    is_plain, slots = np.zeros(time.shape, bool), np.arange(n_slots, dtype=time.dtype)
-    at_once = -(-ROWS_AT_ONCE // n_slots)
-    for first in range(0, n_lanes, at_once):
-        part = slice(first, first + at_once)
-        times, lengths = time[part].copy(order="C"), length[part].copy(order="C")
+    is_plain, at_once = np.zeros(time.shape, bool), -(-ROWS_AT_ONCE // n_lanes)
+    for first in range(0, n_slots - 1, at_once):
+        stop = min(first + at_once, n_slots - 1)
+        times, lengths = (each[:, first : stop + 1].copy(order="K") for each in (time, length))
+        next_times, next_lengths = times[:, 1:], lengths[:, 1:]
+        times, lengths = times[:, :-1], lengths[:, :-1]
         after = times + 1
         ends = lengths == after
-        fits = (times >= 0) & (times <= slots) & ((lengths == 0) | (lengths >= after))
-        begins, same = times[:, 1:] == 0, lengths[:, 1:] == lengths[:, :-1]
-        goes_on = (times[:, 1:] == after[:, :-1]) & same & ~ends[:, :-1]
-        is_plain[part, :-1] = fits[:, :-1] & (goes_on | (ends[:, :-1] & begins))
+        fits = (times >= 0) & (times <= np.arange(first, stop, dtype=times.dtype))
+        fits &= (lengths == 0) | (lengths >= after)
+        goes_on = (next_times == after) & (next_lengths == lengths) & ~ends
+        is_plain[:, first:stop] = fits & (goes_on | (ends & (next_times == 0)))
     return is_plain
 
 

@@ -92,7 +92,7 @@ class SavedArrays:
 def count_bytes(
     storage: Storage, specs: Mapping[str, Spec], linked: Mapping[str, str], arrays: SavedArrays, slots: tuple[int, int]
 ) -> int:
-    """Bytes that a load takes beside what the buffer has already.
+    """Bytes that a load takes beside what the buffer has already; 0 if it takes none for columns.
 
     Args:
         storage: the store of the buffer.
@@ -112,6 +112,8 @@ def count_bytes(
             n_bytes += spec.nbytes * n_slots  # it gets rows of its own
         elif name not in columns.links and name not in linked:
             n_bytes += spec.nbytes * (n_untouched if is_there else capacity)
+    if not n_bytes:
+        return 0  # finding out what is available takes as long as reading thousands of rows
     read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
     return n_bytes * columns.n_lanes + sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
 

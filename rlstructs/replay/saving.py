@@ -358,6 +358,8 @@ def _strict(buffer: Stored, specs: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_room(path: Any, n_bytes: int, columns: Columns | None = None) -> None:
     """Raises OutOfMemoryError unless so many bytes are available, on the device of the columns if they are on one."""
+    if not n_bytes:
+        return
     available = available_bytes() if columns is None or columns.on_host else columns.available_bytes()
     if available is not None and n_bytes > available:
         raise OutOfMemoryError(f"{path}: {n_bytes:,} bytes are needed, {available:,} are available")

@@ -296,22 +296,22 @@ class Storage(CopiedWhole):
         with self.lock:  # a write moves values that wait for their following row
             return cast(LinkedColumns, self.columns).gather_linked(names, rows)
 
-    def put(self, name: str, rows: np.ndarray, values: Any) -> None:
-        """Overwrites rows of a column; the same rows stay valid.
+    def put(self, block: Mapping[str, Any], rows: np.ndarray) -> None:
+        """Overwrites rows of some columns; the same rows stay valid.
 
         Args:
-            name: of the column.
+            block: name -> `(n, *shape)`.
             rows: int64 (n,), no two the same.
-            values: `(n, *shape)`.
 
         Raises:
-            MissingKeyError, SpecError: the values do not fit; nothing changes.
+            MissingKeyError, SpecError: a value does not fit; nothing changes.
         """
-        values = self.columns.check(name, values, rows.shape)
+        block = self.columns.check_block(block, rows.shape)
         with self.lock:
             self.counters.check_writable()
             self.note_rewrite()
-            self.columns.replace(name, rows, values)
+            for name, values in block.items():
+                self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
         """Raises the capacity per lane. No lane may have wrapped; row ids stay the same in a store of one lane.

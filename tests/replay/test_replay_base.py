@@ -65,7 +65,7 @@ def test_a_next_observation_stored_through_the_next_row_reads_as_it_was_written(
             row = data.draw(st.integers(0, span.total - 1))
             [lane], [step] = (x.tolist() for x in (buffer._storage.columns.places(span.every_row())[0][[row]],
                                                   span.steps(span.every_row()[[row]])))  # fmt: skip
-            buffer._storage.put(change, span.every_row()[[row]], frames([9]))
+            buffer._storage.put({change: frames([9])}, span.every_row()[[row]])
             old = list(model.lanes[lane][step - span.low[lane]])
             old[change == "obs_next"] = 9
             model.lanes[lane][step - span.low[lane]] = tuple(old)

@@ -175,7 +175,7 @@ class Editor:
         if name in self.table.storage.columns.links:  # in empty rows it has no bytes of its own
             held = self.table.own_rows().has(at)
             at, values = at[held], values[held]
-        self.table.storage.put(name, at, values)
+        self.table.storage.put({name: values}, at)
 
     def _default(self, name: str, spec: Spec, default: Any) -> Any:
         """The value of a new column in rows for which none is given."""

@@ -108,13 +108,14 @@ def _put(intake: RowIntake, rows: np.ndarray, values: Mapping[str, Any], new: Co
     if new:
         parts.quick = None
         marks.are_known |= marks.are_in(new)
-    _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
-    last = rows.size - 1 - last
-    rows, block = rows[last], {name: column[0][last] for name, column in block.items()}
+    block = {name: column[0] for name, column in block.items()}
+    if rows.size > 1:
+        _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
+        last = rows.size - 1 - last
+        rows, block = rows[last], {name: column[last] for name, column in block.items()}
     # This looks at every row, which takes long if there are many: only if episodes may change.
     before = marks.read() if marks.are_changed(block, rows) else None
-    for name, column in block.items():
-        parts.store.put(name, rows, column)
+    parts.store.put(block, rows)
     if before is not None:
         marks.recompute(*before)
     parts.writer.changed()

@@ -203,8 +203,7 @@ class MaxValueWriter(Writer):
             targets, sources = np.array(list(taken), np.int64), np.array(list(taken.values()), np.int64)
             rows[:room][np.isin(rows[:room], targets)] = -1  # a later one of these rows has replaced it
             rows[sources] = targets
-            for name, values in block.items():
-                storage.put(name, targets, values[0][sources])
+            storage.put({name: values[0][sources] for name, values in block.items()}, targets)
             _separate_episodes(storage, targets)
         return rows, np.array(list(taken), np.int64)
 
