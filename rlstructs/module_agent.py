@@ -232,10 +232,10 @@ def _draw_numbers(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tens
     """
     # As `torch.multinomial` does it, with the same random numbers and fewer checks.
     drawn = (probs.detach() / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
-    log_prob = logits.gather(-1, drawn)[..., 0]
-    if math.isnan(log_prob.detach().sum()):  # of the numbers of a row, NaN is the largest
+    log_prob = logits.gather(-1, drawn).squeeze(-1)
+    if math.isnan(log_prob.detach().sum().item()):  # of the numbers of a row, NaN is the largest
         raise ValueError("logits or probabilities are NaN")
-    return drawn[..., 0], log_prob
+    return drawn.squeeze(-1), log_prob
 
 
 def _draw_bits(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
