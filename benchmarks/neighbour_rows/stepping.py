@@ -92,7 +92,15 @@ def step(variant: str, n: int = 8, n_workers: int = 0, args: Any = (), action: s
     def make(create: Any) -> Call:
         env = row.closing(create())
         env.reset(seed=0)
-        return lambda: env.step(actions)
+        if kwargs.get("autoreset_mode") is not AutoresetMode.DISABLED:
+            return lambda: env.step(actions)
+
+        def step_and_reset() -> None:
+            _, _, terminated, truncated, _ = env.step(actions)
+            if (ended := terminated | truncated).any():
+                env.reset(options={"reset_mask": ended})
+
+        return step_and_reset
 
     makers = {"ours": lambda: SharedVectorEnv(fns, n_workers, **kwargs)}
     if n_workers:
