@@ -78,7 +78,9 @@ class SparseBlock:
 
 
 def _small_pages(nbytes: int) -> np.ndarray:
-    memory = mmap.mmap(-1, max(nbytes, 1))
+    # Private: Python's default would have a forked process write to the memory of its parent.
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(nbytes, 1), **flags)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB per written row
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8, nbytes)

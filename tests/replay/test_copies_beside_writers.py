@@ -19,6 +19,7 @@ from rlstructs.replay import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedVectorReplayBuffer,
+    ReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
     VectorReplayBuffer,
@@ -260,3 +261,23 @@ def test_a_fork_waits_for_a_thread_that_takes_a_lock_while_it_holds_another():
         os._exit(int(not all(lock.lock.acquire(blocking=False) for lock in kept)))
     thread.join()
     assert got_first == [True] and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_forked_process_has_next_observations_of_its_own():
+    buffer = ReplayBuffer(5)
+
+    def add(value):
+        ends = {"terminated": True, "truncated": False}
+        buffer.add({"obs": np.full(100, value), "act": 0, "rew": 0.0, "obs_next": np.full(100, value + 0.5), **ends})
+
+    for value in range(5):
+        add(float(value))
+    assert list(buffer._storage.columns.links) == ["obs_next"]
+    if not (pid := os.fork()):
+        try:
+            for value in range(5):
+                add(-float(value))
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert buffer[:].obs_next[:, 0].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
