@@ -7,6 +7,7 @@ newest row tells whether an episode is unfinished: nothing else has to agree wit
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -151,8 +152,8 @@ class Episodes:
         heads = self.columns.ring.head[lanes] if heads is None else heads
         if n <= FEW:
             lengths = self.columns.cells[EPISODE][..., LENGTH]
-            several = [each.tolist() if isinstance(each, np.ndarray) else [each] * n for each in (heads, n_new)]
-            places = zip(lanes.tolist(), before.tolist(), totals.tolist(), *several, strict=True)
+            ends, n_news = (x.tolist() if isinstance(x, np.ndarray) else repeat(x, n) for x in (heads, n_new))
+            places = zip(lanes.tolist(), before.tolist(), totals.tolist(), ends, n_news, strict=True)
             for lane, n_before, total, head, n_after in places:
                 count = max(0, min(n_before, capacity - n_after))
                 start = (head - count) % capacity

@@ -255,10 +255,17 @@ class LinkedColumns(Columns):
 
     def _gather_link(self, name: str, rows: np.ndarray) -> np.ndarray:
         link, ids = self.links[name], rows.reshape(-1)
-        [values] = self.gather([link.source], self.shifted(ids, 1))
         is_separate = link.is_separate[ids]
-        if is_separate.any():
-            values[is_separate] = self._separate_rows(name)[ids[is_separate]]
+        n_separate = np.count_nonzero(is_separate)
+        # All from where most are, because a mask makes copies slow.
+        if 2 * n_separate <= ids.size:
+            [values] = self.gather([link.source], self.shifted(ids, 1))
+            if n_separate:
+                values[is_separate] = self._separate_rows(name)[ids[is_separate]]
+        else:
+            values = self._separate_rows(name).take(ids, axis=0, mode="clip")
+            if n_separate < ids.size:
+                [values[~is_separate]] = self.gather([link.source], self.shifted(ids[~is_separate], 1))
         newest, lanes = self._find_newest(ids)
         if lanes.size:
             values[newest] = link.waiting[link.find_newest(self.ring.head, lanes), lanes]

@@ -204,6 +204,8 @@ def read_sources(
             arrays[key] = join([seen, array[:, None]], 1)
     if n_step > 1:
         arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
+    if not at.ndim:
+        return {k: array[0, ...] for k, array in arrays.items()}
     return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}
 
 

@@ -293,3 +293,57 @@ def test_another_process_may_change_episodes_of_a_shared_memory(change):
     storage = memory._storage
     times = storage.episodes.times(storage.span().by_lane(1)[0]).reshape(2, 4)
     assert times[:, 3].tolist() == [0, 0]
+
+
+def infos(rng, n):
+    """Infos of n rows, or of one without an axis: some keys are missing, some hold text, some are empty."""
+    one = {"text": "ab"[rng.integers(2)], "x": float(rng.random()), "d": [{}, {"a": 1}][rng.integers(2)], "none": None}
+    kept = [name for name in one if rng.random() < (0.2 if name == "d" else 0.8)]
+    if n is None:
+        return {name: one[name] for name in kept}
+    arrays = {
+        "text": np.array(["a", "b", "c"][:n], object),
+        "x": rng.random(n),
+        "d": [{"a": i} for i in range(n)],
+        "none": np.array([None] * n),
+    }
+    return {name: arrays[name] for name in kept}
+
+
+def link_rows(rng, before, n):
+    """Observations of 300 bytes and the next ones; the following row often has those as its own."""
+    obs = rng.integers(0, 255, (n, 300), np.uint8)
+    same = rng.random(n) < 0.5
+    obs[same] = before[same]
+    return obs, rng.integers(0, 255, (n, 300), np.uint8)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_infos_ends_and_linked_observations_are_written_alike_by_a_plan(seed):
+    rng = np.random.default_rng(seed)
+    n = [None, 1, 3][seed % 3]
+    quick, general = (ReplayBuffer(7) if n is None else VectorReplayBuffer(7 * n, n) for _ in range(2))
+    general._intake.add_quickly = lambda batch, buffer_ids: None
+    n_lanes, version, n_quick = n or 1, None, 0
+    before = np.zeros((n_lanes, 300), np.uint8)
+    for _ in range(60):
+        lanes = None if n is None or rng.random() < 0.7 else rng.permutation(n)[: rng.integers(1, n + 1)]
+        some = np.arange(n_lanes) if lanes is None else lanes
+        obs, before[some] = link_rows(rng, before[some], some.size)
+        row = {"obs": obs, "obs_next": before[some].copy(), "act": rng.random(some.size), "rew": rng.random(some.size)}
+        row |= {name: rng.random(some.size) < 0.3 for name in ("terminated", "truncated")}
+        row = {name: value[0] for name, value in row.items()} if n is None else row
+        row["info"] = infos(rng, None if n is None else some.size)
+        version = quick._storage.version
+        added = [made.add(row, lanes) for made in (quick, general)]
+        n_quick += version == quick._storage.version
+        np.testing.assert_equal(*added)
+        if rng.random() < 0.05:
+            quick.reset(), general.reset()
+            continue
+        for index in (slice(None), int(added[0][0][-1])):
+            ours, theirs = (made[index].to_dict() for made in (quick, general))
+            np.testing.assert_equal(ours, theirs)
+        np.testing.assert_equal(np.asarray(quick.done), quick.terminated | quick.truncated)
+        np.testing.assert_equal(quick.prev(quick.sample_indices(0)), general.prev(general.sample_indices(0)))
+    assert n_quick > 5

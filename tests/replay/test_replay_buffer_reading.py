@@ -628,3 +628,16 @@ def test_bfloat16_stays_what_it_is():
     assert not buffer.hasnull() and buffer.isnull()["obs"].dtype is torch.bool
     buffer.set_array_at_key(torch.tensor([[float("nan")]], dtype=torch.bfloat16), "obs", index=[1])
     assert buffer.isnull()["obs"].tolist() == [[False], [True], [False]]
+
+
+@pytest.mark.parametrize("key", ["obs", "rew", "info/s"])
+def test_one_key_has_the_axes_of_the_index(key):
+    buffer = ReplayBuffer(4)
+    for t in range(3):
+        row = {"obs": np.full(2, t), "act": 0, "rew": float(t), "terminated": False, "truncated": False}
+        buffer.add({**row, "info": {"s": "abc"[t]}})
+    every = buffer.get([0, 1, 2], key)
+    for index in (1, [2, 0], np.array([[0, 1], [2, 2]]), slice(1, 3)):
+        found = buffer.get(index, key)
+        np.testing.assert_equal(found, every[index])
+        assert type(found) is (str if key == "info/s" and isinstance(index, int) else np.ndarray)

@@ -953,3 +953,26 @@ def test_newer_gives_the_rows_from_a_step_on(order):
     assert x[storage.span().newer(since)].tolist() == [5, 6, 7, 19, 20, 21, 22, 23]
     storage.write(block(np.full((3, 1), 30)), lengths=np.array([1, 0, 0]))
     assert x[storage.span().newer(since)].tolist() == [5, 6, 7, 30, 19, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("order", ["lane", "slot"])
+def test_rows_are_counted_by_lane_and_then_by_slot(order):
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        n_lanes, capacity = (int(number) for number in rng.integers(1, 6, 2))
+        storage = make_storage(n_lanes, capacity, order)
+        for _ in range(rng.integers(0, 8)):
+            n = n_lanes if rng.random() < 0.5 else int(rng.integers(1, n_lanes + 1))
+            lanes, n_rows = rng.permutation(n_lanes)[:n], int(rng.integers(1, 4))
+            if rng.random() < 0.8:
+                specs = storage.columns.specs.items()
+                storage.write({name: np.zeros((n, n_rows, *spec.shape), spec.dtype) for name, spec in specs}, lanes)
+            else:
+                storage.clear(lanes)
+        span, columns = storage.span(), storage.columns
+        every = span.row_ids(np.arange(span.total))
+        np.testing.assert_array_equal(span.every_row(), every)
+        expected = sorted(every, key=lambda row: tuple(columns.places(row)))
+        np.testing.assert_array_equal(span.by_slot(np.arange(span.total)), expected)
+        with pytest.raises(IndexError):
+            span.by_slot(np.array([span.total]))

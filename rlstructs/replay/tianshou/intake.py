@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ class TransitionIntake(Intake):
         flat: Mapping[str, Any] | None = batch._arrays() if type(batch) is ArrayDict else plain_items(batch)
         if flat is None:
             return None
-        if not self.ignored.isdisjoint(map(top, flat)):
-            flat = {name: values for name, values in flat.items() if top(name) not in self.ignored}
+        if (kept := _kept_names(tuple(flat), self.ignored)) is not None:
+            flat = {name: flat[name] for name in kept}
         some, is_row = ALL if lanes is None else lanes, buffer_ids is None and not self.table.is_stacked
         if self.options.save_only_last_obs and (flat := _take_last(flat, not is_row)) is None:
             return None
@@ -350,6 +351,13 @@ class TransitionIntake(Intake):
             self.table.stand_in = None
 
         return restore
+
+
+@lru_cache
+def _kept_names(names: tuple[str, ...], ignored: frozenset[str]) -> tuple[str, ...] | None:
+    """The names that are stored; None for all of them."""
+    kept = tuple(name for name in names if top(name) not in ignored)
+    return None if len(kept) == len(names) else kept
 
 
 def _take_last(flat: Mapping[str, Any], n_axes: int) -> dict[str, Any] | None:

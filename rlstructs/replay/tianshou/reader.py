@@ -71,7 +71,8 @@ class Reader:
         if stack_num == 1 and key in table.columns and not table.is_joined and table.storage.is_private:
             with table.storage.lock:
                 at = table.locate(index)
-                [array] = table.storage.gather((key,), at)
+                [array] = table.storage.gather((key,), at.reshape(-1))
+            array = array.reshape((*at.shape, *array.shape[1:]))
             if key == REW and table.stand_in is not None:
                 array = np.asarray(table.stand_in[at])
             return self.export.one(key, array, specs[key])

@@ -42,6 +42,7 @@ class Running:
     def find_begins(self) -> None:
         """Finds the first step of each episode, after rows have changed."""
         self.begins = self._storage.ring.head - self._storage.track_episodes().open_lengths(slice(None))
+        self._first: np.ndarray | None = None  # the row ids of the first steps, once `add` needs them
 
     def clear(self, lanes: slice | np.ndarray = slice(None)) -> None:
         """Sets returns and lengths to zero."""
@@ -65,15 +66,20 @@ class Running:
         Returns:
             As of `ReplayBuffer.add`.
         """
-        columns, begins = self._storage.columns, self.begins[lanes]
-        starts = np.maximum(begins, self._storage.ring.oldest()[lanes])
-        index, first = columns.at_steps(lanes, heads), columns.at_steps(lanes, starts)
+        columns, ring = self._storage.columns, self._storage.ring
+        if self._first is None:
+            self._first, self._low = columns.at_steps(slice(None), self.begins), int(self.begins.min())
+        index = columns.at_steps(lanes, heads)
+        if self._low >= np.maximum.reduce(ring.reserved) - ring.capacity:  # no first row is overwritten
+            first = self._first[lanes].copy()
+        else:
+            first = columns.at_steps(lanes, np.maximum(self.begins[lanes], ring.oldest()[lanes]))
         totals, lengths = self.returns[lanes] + rewards, self.lengths[lanes] + 1
         ep_returns, ep_lengths = np.zeros(totals.shape), np.zeros(lengths.shape, np.int64)
         if done is not None:
             ep_returns[done], ep_lengths[done] = totals[done], lengths[done]
             totals[done] = lengths[done] = 0
-            self.begins[lanes] = np.where(done, heads + 1, begins)
+            self.begins[lanes], self._first = np.where(done, heads + 1, self.begins[lanes]), None
         self.returns[lanes], self.lengths[lanes] = totals, lengths
         return index, ep_returns, ep_lengths, first
 
@@ -83,7 +89,7 @@ class Running:
         total, length = self.returns.item() + reward, self.lengths.item() + 1
         start = max(self.begins.item(), head + 1 - capacity)
         if done:
-            self.begins[0] = head + 1
+            self.begins[0], self._first = head + 1, None
         self.returns[0], self.lengths[0] = (0.0, 0) if done else (total, length)
         ended = (total, length) if done else (0.0, 0)
         return np.array([head % capacity]), np.array(ended[:1]), np.array(ended[1:]), np.array([start % capacity])
