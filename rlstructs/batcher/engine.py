@@ -347,7 +347,8 @@ def start_engine(
         slots_arena.resize(slot_buffers.reserved_nbytes, expected=slot_buffers.nbytes)
         transport = SlotTransport(slot_buffers, slots_arena.map(), blocks, debug)
         supervisor.attach(slot_buffers)
-        outbox = weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
+        own = run.n_processes == 0
+        outbox = weights.LocalOutbox() if own else weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
         engine = Engine(settings, supervisor, transport, outbox, n_envs, arenas, on_new_episodes)
         engine.hint = hint
         return engine

@@ -12,9 +12,10 @@ import io
 import mmap
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -56,10 +57,10 @@ class Parcel:
     def of(cls, info: Any) -> Parcel:
         """The parcel of an object that can be pickled."""
         file = io.BytesIO()
-        packer = _Packer(file)
-        packer.dump(info)
-        tensors = [(offset, tensor.detach().cpu()) for offset, tensor in packer.tensors if tensor.numel()]
-        return cls(tensors, packer.nbytes, file.getvalue())
+        pickler = _Pickler(file)
+        pickler.dump(info)
+        tensors = [(offset, tensor.detach().cpu()) for offset, tensor in pickler.tensors if tensor.numel()]
+        return cls(tensors, pickler.nbytes, file.getvalue())
 
     def as_bytes(self) -> Parcel:
         """A parcel with bytes in place of tensors, for transports that take only numpy arrays."""
@@ -69,15 +70,63 @@ class Parcel:
 
     def write(self, region: np.ndarray) -> None:
         """Writes the tensors, then the pickled object."""
+        self.write_tensors(region)
+        region[self.nbytes : self.nbytes + len(self.pickled)] = np.frombuffer(self.pickled, np.uint8)
+
+    def write_tensors(self, region: np.ndarray) -> None:
+        """Writes the tensors."""
         for offset, tensor in self.tensors:
             if isinstance(tensor, np.ndarray):
                 region[offset : offset + tensor.size] = tensor
             else:
                 _view(region, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        region[self.nbytes : self.nbytes + len(self.pickled)] = np.frombuffer(self.pickled, np.uint8)
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+class Packer:
+    """Packs objects one after another.
+
+    Pickling a state dict takes longer than copying the weights of a small network: that of one state dict is kept for
+    all that differ from it in numbers alone.
+    """
+
+    def __init__(self) -> None:
+        self._signature: Any = None
+        self._kept: tuple[list[int], int, bytes] = [], 0, b""  # of a parcel: offsets, `nbytes`, `pickled`
+
+    def pack(self, info: Any) -> Parcel:
+        """The parcel of an object, unless it is one; raises if it cannot be pickled."""
+        if isinstance(info, Parcel):
+            return info
+        signature = _sign(info)
+        if signature is not None and signature == self._signature:
+            offsets, nbytes, pickled = self._kept
+            values = [tensor.detach().cpu() for tensor in info.values() if tensor.numel()]
+            return Parcel(list(zip(offsets, values, strict=True)), nbytes, pickled)
+        parcel = Parcel.of(info)
+        if signature is not None and len(parcel.tensors) == sum(tensor.numel() > 0 for tensor in info.values()):
+            self._signature = signature
+            self._kept = [offset for offset, _ in parcel.tensors], parcel.nbytes, parcel.pickled
+        return parcel
+
+
+def _sign(info: Any) -> Any:
+    """All of a flat dict of tensors but their numbers; None for any other object."""
+    kind = type(info)
+    if kind not in (dict, OrderedDict) or len({id(tensor) for tensor in info.values()}) < len(info):
+        return None
+    parts: list[Any] = [kind]
+    for key, tensor in info.items():
+        if type(key) is not str or not _is_plain(tensor):
+            return None
+        parts.append((key, type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad))
+    try:
+        parts.append(pickle.dumps(getattr(info, "__dict__", None)))  # where a module's state dict keeps versions
+    except Exception:
+        return None
+    return parts
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles an object, and replaces its tensors by places."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -87,7 +136,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._places: dict[int, Place] = {}
 
     def persistent_id(self, obj: Any) -> Place | None:
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _has_plain_bytes(obj):
+        if not _is_plain(obj):
             return None
         if id(obj) not in self._places:
             parameter = type(obj) is torch.nn.Parameter
@@ -98,9 +147,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._places[id(obj)]
 
 
-def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fully described by shape, dtype and numbers; sparse and quantised ones are not."""
-    return tensor.layout == torch.strided and not tensor.is_quantized
+def _is_plain(obj: Any) -> bool:
+    """Whether this is a tensor that shape, dtype and numbers describe; sparse and quantised ones are none."""
+    is_tensor = type(obj) is torch.Tensor or type(obj) is torch.nn.Parameter
+    return is_tensor and obj.layout == torch.strided and not obj.is_quantized
 
 
 class _Unpacker(Unpickler):
@@ -159,6 +209,7 @@ class Outbox:
     def __init__(self, arena: SharedArena, n_pending: int, settle: Callable[[list[Future]], None]) -> None:
         self._arena, self._n_pending, self._settle, self.version = arena, n_pending, settle, 0
         self._written: list[tuple[Packed, list[Future]]] = []
+        self._packer = Packer()
 
     def pack(self, info: Any) -> Packed:
         """Writes an object, or a `Parcel` of one, into the arena.
@@ -166,7 +217,7 @@ class Outbox:
         Raises:
             Exception: it cannot be pickled; nothing is written.
         """
-        parcel = info if isinstance(info, Parcel) else Parcel.of(info)  # may raise, so it comes before writing
+        parcel = self._packer.pack(info)  # may raise, so it comes before writing
         packed = self._find_place(parcel.nbytes, len(parcel.pickled))
         self._arena.resize(packed.end)
         parcel.write(np.frombuffer(self._arena.map(), np.uint8, packed.end - packed.offset, packed.offset))
@@ -213,6 +264,56 @@ class Outbox:
         )
 
 
+class LocalUpdate(NamedTuple):
+    """An update for an agent in this process.
+
+    Attributes:
+        version: the number of updates so far, including this one.
+        tensors: the bytes of its tensors, which nobody else writes to.
+        pickled: as of a `Parcel`.
+    """
+
+    version: int
+    tensors: np.ndarray
+    pickled: bytes
+
+
+class LocalOutbox:
+    """The trainer's end where the agent is in the same process: updates are copied, not shared.
+
+    Attributes:
+        version: the number of updates so far.
+    """
+
+    def __init__(self) -> None:
+        self.version, self._packer = 0, Packer()
+        self._last: LocalUpdate | None = None
+        self._spare = np.zeros(0, np.uint8)  # memory of the update before the last one
+
+    def pack(self, info: Any) -> LocalUpdate:
+        """Copies an object, or a `Parcel` of one; raises if it cannot be pickled."""
+        parcel = self._packer.pack(info)
+        if self._spare.size != parcel.nbytes:
+            self._spare = np.empty(parcel.nbytes, np.uint8)
+        parcel.write_tensors(self._spare)
+        return LocalUpdate(self.version + 1, self._spare, parcel.pickled)
+
+    def record_sent(self, packed: LocalUpdate, asked: list[Future]) -> None:
+        """Records that the agent was sent this update."""
+        self._spare = np.zeros(0, np.uint8) if self._last is None else self._last.tensors
+        self._last, self.version = packed, packed.version
+
+    def read_last(self) -> Parcel | None:
+        """The last update, copied; None if there was none."""
+        if self._last is None:
+            return None
+        _, tensors, pickled = self._last
+        return Parcel([(0, tensors.copy())] if tensors.size else [], tensors.size, pickled)
+
+    def forget(self, workers: Collection[int]) -> None:
+        """Does nothing: the job of this process is never replaced."""
+
+
 class Inbox:
     """A worker's end: reads updates.
 
@@ -226,8 +327,11 @@ class Inbox:
         # Mappings by offset and size, kept because mapping memory and touching it takes as long as copying it.
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
-    def unpack(self, packed: Packed) -> Any:
+    def unpack(self, packed: Packed | LocalUpdate) -> Any:
         """Returns the object that was packed, with private tensors on the CPU."""
+        if isinstance(packed, LocalUpdate):
+            self.version = packed.version
+            return _Unpacker(io.BytesIO(packed.pickled), packed.tensors.copy()).load()
         # A private mapping is copied on write: an agent may write to its weights.
         raw = np.frombuffer(self._map(packed.offset, packed.end - packed.offset), np.uint8)
         self._regions[packed.version] = weakref.ref(raw)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+
 import pytest
 import torch
 from helpers import create_gym, rollout
@@ -9,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from rlstructs import DictTensor, RL_Agent, RL_Batcher, SpecError
 from rlstructs.shared.module_state import plain_state
+from rlstructs.shared.weights import Inbox, LocalOutbox, Packer, Parcel
 
 # Of torch's own modules, which the first compilation imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -146,3 +150,45 @@ def test_an_agent_that_takes_the_names_of_a_wrapper_goes_on_to_get_them():
 def batcher_of(n_processes, create_agent=Plain, **arguments):
     settings = {"env_id": "CartPole-v1", "n_envs": 2}
     return RL_Batcher(2, create_agent, {}, create_gym, settings, n_processes, 0, **arguments)
+
+
+def state_dicts():
+    """Flat dicts of tensors, and what nearly is one, many of which differ in one thing alone."""
+    shared, x = torch.arange(3.0), torch.randn(2, 3)
+    versions = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).state_dict()
+    others = copy.deepcopy(versions)
+    others._metadata["1"]["version"] = 1
+    yield from ({"a": x}, {"a": x + 1}, {"b": x}, {"a": x.double()}, {"a": x[:1]}, {"a": torch.nn.Parameter(x)})
+    yield from ({"a": x.clone().requires_grad_()}, {"a": x.T}, {"a": x, "b": x[:0]}, {"a": x[:0], "b": x}, {})
+    yield from ({"a": shared, "b": shared}, {"a": shared, "b": shared.clone()}, {"a": x, "n": 3}, {1: x})
+    yield from ({"a": {"b": x}}, [x], x, None, versions, others, OrderedDict(versions), dict(versions))
+    yield from ({"a": x.bfloat16()}, {"a": torch.nn.Buffer(x)}, {"a": x.to_sparse()})
+    yield from ({"b": x, "a": x + 1}, {"a": x, "b": x + 1})
+
+
+def test_a_kept_pickle_gives_what_a_new_one_gives():
+    packer = Packer()
+    for first in state_dicts():
+        for info in (first, first, *state_dicts(), first):
+            wanted, found = Parcel.of(info), packer.pack(info)
+            assert (found.nbytes, found.pickled) == (wanted.nbytes, wanted.pickled)
+            for (place, tensor), (other, same) in zip(found.tensors, wanted.tensors, strict=True):
+                assert place == other and torch.equal(tensor, same) and tensor.dtype == same.dtype
+
+
+def test_an_update_in_this_process_is_the_agents_own_and_is_kept_as_it_was():
+    outbox, inbox = LocalOutbox(), Inbox(None)
+    assert outbox.read_last() is None
+    for number in range(1, 6):
+        info = {"a": torch.full((3,), float(number)), "n": number, "e": torch.zeros(0)}
+        packed = outbox.pack(info)
+        info["a"] += 100
+        outbox.record_sent(packed, [])
+        outbox.pack({"a": torch.zeros(3), "n": 0, "e": torch.zeros(0)})  # was not sent
+        for _ in range(2):
+            found = inbox.unpack(packed)
+            assert found["a"].tolist() == [number] * 3 and found["n"] == number == inbox.version == outbox.version
+            found["a"] += 100
+        assert inbox.held_versions() == ()
+    other = LocalOutbox()
+    assert inbox.unpack(other.pack(outbox.read_last()))["a"].tolist() == [5] * 3
