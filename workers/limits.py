@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 # Where control groups are mounted, and the file that lists those of this process.
@@ -18,16 +19,24 @@ def list_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator
     Yields:
         The folder, and the version of control groups that it follows, 1 or 2.
     """
-    for line in own.read_text().splitlines() if own.exists() else []:
+    yield from _groups_in(_read(str(own)).decode() if own.exists() else "", controller, root)
+
+
+@lru_cache(maxsize=8)
+def _groups_in(text: str, controller: str, root: Path) -> list[tuple[Path, int]]:
+    """The groups that a file lists; kept, because it is nearly always the same file."""
+    found = []
+    for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         base = root / controllers
         group = base / path.strip("/")
         for folder in (group, *group.parents):
-            yield folder, 1 if controllers else 2
+            found.append((folder, 1 if controllers else 2))
             if folder == base:
                 break
+    return found
 
 
 def n_cores(root: Path = ROOT, own: Path = OWN) -> int:
