@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
+from rlstructs.workers.interrupts import defer_interrupt
 
 # The first element of a spawn key: the purpose of the stream.
 _ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32 = 0, 1, 2, 3, 4
@@ -191,16 +192,20 @@ class PrivateStreams:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        before, n_threads = _read_others(), torch.get_num_threads()
-        numpys = self._numpy.swap()
-        _restore_others(self._states)
-        torch.set_num_threads(1)
+        has_begun = False
         try:
+            with defer_interrupt():
+                before, n_threads, numpys = _read_others(), torch.get_num_threads(), self._numpy.swap()
+                _restore_others(self._states)
+                torch.set_num_threads(1)
+                has_begun = True
             yield
         finally:
-            self._states, self._numpy = _read_others(), numpys.swap()
-            _restore_others(before)
-            torch.set_num_threads(n_threads)
+            if has_begun:
+                with defer_interrupt():
+                    self._states, self._numpy = _read_others(), numpys.swap()
+                    _restore_others(before)
+                    torch.set_num_threads(n_threads)
 
 
 class _NumpyStream(NamedTuple):
@@ -225,7 +230,7 @@ class _NumpyStream(NamedTuple):
         return cls(copy.deepcopy(MTRAND.get_bit_generator()), {**state, **_Stateless().state})
 
     def swap(self) -> _NumpyStream:
-        """Puts this state in the place of the present one, and returns that."""
+        """Puts this state in the place of the present one, and returns that; must not be interrupted."""
         stream, before = MTRAND._rand, MTRAND.get_bit_generator()
         try:
             stream._bit_generator = _Stateless()
