@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -68,7 +68,12 @@ class Table:
         self.views: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "stand_in": None, "_keys": UNKNOWN, "_ends": _Ends(self.storage), "views": {}}
+        kept = {name: value for name, value in vars(self).items() if name not in ("_keys", "_ends", "views")}
+        return {**kept, "stand_in": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._keys, self._ends, self.views = UNKNOWN, _Ends(self.storage), {}
 
     # Rows
 
