@@ -12,7 +12,13 @@ NOT_NUMPYS = 2
 
 
 class Framework(Protocol):
-    """How one library names dtypes and devices, and takes arrays."""
+    """How one library names dtypes and devices, and takes arrays.
+
+    Attributes:
+        has_live_arrays: whether arrays of `live_array` follow the store's memory.
+    """
+
+    has_live_arrays: bool
 
     def dtype(self, dtype: Any) -> Any:
         """The library's dtype for a dtype of its own or numpy's; its default float for None.
@@ -49,8 +55,15 @@ class Framework(Protocol):
     def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[Any]:
         """Turns arrays of numpy or torch, which nobody else holds, into the library's."""
 
-    def live_array(self, array: Any, dtype: Any, name: str) -> Any:
-        """One of the library's arrays over the store's memory; a copy if its arrays cannot be written to."""
+    def live_array(self, array: Any, dtype: Any, name: str, shared: tuple[Any, int] | None = None) -> Any:
+        """One of the library's arrays over the store's memory; a copy if its arrays cannot be written to.
+
+        Args:
+            array: of numpy or torch.
+            dtype: the library's.
+            name: of the array, for messages.
+            shared: torch's storage of the memory, and bytes before the array, if processes share it.
+        """
 
     def as_indexes(self, rows: np.ndarray) -> Any:
         """Row ids in the form that the library's agents take."""

@@ -27,6 +27,8 @@ OFTEN, MOST_KINDS = 3, 64
 class Jax:
     """jax as a `Framework`."""
 
+    has_live_arrays = False
+
     def __init__(self) -> None:
         self._seen: dict[Any, int] = {}
 
@@ -92,7 +94,9 @@ class Jax:
         put = jax.device_put(named, None if is_default else device)
         return put
 
-    def live_array(self, array: Any, dtype: np.dtype, name: str) -> jax.Array:
+    def live_array(
+        self, array: Any, dtype: np.dtype, name: str, shared: tuple[Any, int] | None = None
+    ) -> jax.Array:
         if isinstance(array, torch.Tensor):
             return _from_tensor(array.clone(), dtype)
         # A copy, because jax aliases host memory, and its arrays must not change.

@@ -38,6 +38,8 @@ def find_device(device: torch.device | str) -> torch.device:
 class Torch:
     """torch as a `Framework`."""
 
+    has_live_arrays = True
+
     def dtype(self, dtype: Any) -> torch.dtype:
         if dtype is None or dtype is float:
             return torch.get_default_dtype()
@@ -92,9 +94,16 @@ class Torch:
             tensors = [t.view(d) if d is torch.bfloat16 else t for t, d in zip(tensors, dtypes, strict=True)]
         return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
-    def live_array(self, array: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
+    def live_array(
+        self, array: Any, dtype: torch.dtype, name: str, shared: tuple[Any, int] | None = None
+    ) -> torch.Tensor:
         tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
-        return tensor if tensor.dtype is dtype else tensor.view(dtype)
+        tensor = tensor if tensor.dtype is dtype else tensor.view(dtype)
+        if shared is None:
+            return tensor
+        # `is_shared`, and sent to processes without a copy.
+        first = shared[1] // tensor.element_size()
+        return torch.empty(0, dtype=dtype, device="cpu").set_(shared[0], first, tensor.shape, tensor.stride())
 
     def as_indexes(self, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows)

@@ -21,6 +21,8 @@ BFLOAT16 = getattr(wp, "bfloat16", "no bfloat16 in this version")
 class Warp:
     """warp as a `Framework`."""
 
+    has_live_arrays = True
+
     def dtype(self, dtype: Any) -> Any:
         if dtype is None or (isinstance(dtype, type) and dtype in PYTHON_DTYPES):
             return PYTHON_DTYPES[dtype]
@@ -70,7 +72,7 @@ class Warp:
         host = [self.live_array(array, dtype, "a batch") for array, dtype in zip(arrays, dtypes, strict=True)]
         return host if device.is_cpu else [array.to(device) for array in host]
 
-    def live_array(self, array: Any, dtype: Any, name: str) -> wp.array:
+    def live_array(self, array: Any, dtype: Any, name: str, shared: tuple[Any, int] | None = None) -> wp.array:
         if array.ndim > WARP_MAX_AXES:
             raise SpecError(f"{name} has {array.ndim} axes, warp arrays have at most {WARP_MAX_AXES}")
         if isinstance(array, torch.Tensor):

@@ -14,6 +14,7 @@ from rlstructs.frameworks.dtypes import dtype_name
 from rlstructs.memories.tensors import Tensors, find_ends
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.ring import InStep
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.step_writer import StepWriter
 from rlstructs.replay.store import Storage
@@ -34,6 +35,14 @@ class Intake:
         self._tensors = tensors
         self._step_writer = StepWriter(tensors.storage, ENDS)
         self._strict = False
+        self._lead: tuple[int, ...] = ()  # of the values that are converted
+
+    def count_laps(self) -> int:
+        """Counts how often every environment has filled all its rows."""
+        return self._find_step().count_least() // self._tensors.lead[0]
+
+    def _find_step(self) -> InStep:
+        return self._step_writer.find_step() or InStep(self._tensors.storage.ring)
 
     def write_quickly(self, given: Mapping[str, Any], strict: bool) -> bool:
         """Writes a row of each environment, or of the next ones; returns False if `add_rows` has to do it.
@@ -46,30 +55,34 @@ class Intake:
         self._strict = strict
         if strict and any(value is None or name not in tensors.dtypes for name, value in given.items()):
             return False
-        first = given.get("observations")
-        if first is None:
-            first = next((value for value in given.values() if value is not None), None)
-        n = len(first) if getattr(first, "ndim", 0) > 1 else 0  # type: ignore[arg-type]
-        lanes = None if n == num_envs else self._find_behind(n)
-        if n != num_envs and lanes is None:
+        try:
+            n = self._count_rows(given)
+        except (AttributeError, SpecError, StopIteration):  # it is no array, or does not fit
             return False
-        convert, live = self._convert_value, tensors.exposed
-        return self._step_writer.write(given, lanes, convert, fills=True, live=live) is not None
-
-    def _find_behind(self, n: int) -> np.ndarray | None:
-        """The next n environments of the current row; None if `add_rows` has to find them."""
-        head = self._tensors.storage.ring.head
-        if not 0 < n < head.size:
-            return None
-        behind = np.flatnonzero(head == head.min())
-        return behind[:n] if n <= behind.size else None
+        lanes, n_timesteps, n_lanes = None, 1, n or 1
+        if n is None or 0 < n < num_envs:
+            lanes = None if num_envs == 1 else self._find_step().next_lanes(n_lanes)
+            if lanes is None and num_envs > 1:
+                return False
+        elif num_envs == 1 and 0 < n <= tensors.lead[0]:
+            n_timesteps = n
+        elif n != num_envs:
+            return False
+        self._lead = (n_lanes,)
+        convert, live, is_row = self._convert_value, tensors.exposed, n is None
+        return (
+            self._step_writer.write(
+                given, lanes, convert, n_timesteps=n_timesteps, is_row=is_row, fills=True, live=live
+            )
+            is not None
+        )
 
     def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
         if spec.is_bfloat16 and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
             array = value.detach().cpu().view(torch.int16).numpy()
         else:
             array = encoded(name, self._tensors.convert_values(name, value, self._strict), spec)
-        return array[:, None] if array.ndim == 1 and spec.shape == (1,) else array
+        return array[..., None] if array.shape == self._lead and spec.shape == (1,) else array
 
     def add_rows(self, given: Mapping[str, Any], strict: bool, write: Write) -> None:
         """Appends one row for all or some environments, or several rows for one; see `Memory.add_samples`."""
@@ -110,16 +123,19 @@ class Intake:
 
     def _count_rows(self, values: Mapping[str, Any]) -> int | None:
         """Counts the given rows; returns None for a single row without an axis for rows."""
-        name = _choose_first(values)
-        array, shape = values[name], self._tensors.spec_of(name).shape if name in self._tensors.dtypes else None
-        if shape is None and array.ndim > 1:
-            return len(array)
-        n_data_axes = 1 if shape is None else len(shape)
-        if array.ndim == n_data_axes + 1 or (array.ndim == 1 and shape == (1,) and len(array) != 1):
-            return len(array)
-        if array.ndim == n_data_axes:
+        name = "observations"
+        if values.get(name) is None:
+            name = _choose_first(values)
+        shape, tensors = values[name].shape, self._tensors
+        spec = tensors.planned.get(name) or tensors.storage.columns.specs.get(name)
+        n_axes, n_data_axes = len(shape), 1 if spec is None else len(spec.shape)
+        if n_axes == n_data_axes + 1 or (spec is None and n_axes > 1):
+            return int(shape[0])
+        if n_axes == 1 and spec is not None and spec.shape == (1,) and shape[0] != 1:
+            return int(shape[0])
+        if n_axes == n_data_axes:
             return None
-        raise SpecError(f"add_samples: {name!r} has shape {tuple(array.shape)}, needed is (n, *data) or (*data)")
+        raise SpecError(f"add_samples: {name!r} has shape {tuple(shape)}, needed is (n, *data) or (*data)")
 
     def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
         """Chooses the environments that take `n` rows; returns them and the leading axes (environments, rows)."""
@@ -201,4 +217,6 @@ def write_steps(block: Mapping[str, Any], steps: Steps, storage: Storage, write:
 
 def _choose_first(values: Mapping[str, Any]) -> str:
     """Returns the name of the tensor whose shape says how many rows are given."""
-    return "observations" if "observations" in values else next(iter(values))
+    if values.get("observations") is not None:
+        return "observations"
+    return next(name for name, value in values.items() if value is not None)

@@ -75,6 +75,10 @@ class Memory(Stored, ABC):
         self.sampling_indexes: Any = None
         self._stream = Stream(generator_of(self.framework.draw_seed() if seed is None else seed))
 
+    def __len__(self) -> int:
+        """Number of valid rows, over all environments."""
+        return int(self._storage.span().total)
+
     @property
     def device(self) -> Any:
         """Device of batches."""
@@ -220,7 +224,7 @@ class Memory(Stored, ABC):
         Raises:
             StateError: the rows lie on a GPU.
         """
-        self._tensors.allocate().share()
+        self._tensors.share()
 
     def make_feed(self) -> MemoryFeed:
         """Returns what `RL_Batcher.feed` needs of this memory."""
@@ -252,8 +256,11 @@ class Memory(Stored, ABC):
         Raises:
             SpecError: a tensor does not fit; nothing is added.
         """
-        if self.export or not self._intake.write_quickly(tensors, self.strict):
-            self._intake.add_rows(tensors, self.strict, self._write)
+        before = self._intake.count_laps() if self.export else None
+        if not self._intake.write_quickly(tensors, self.strict):
+            self._intake.add_rows(tensors, self.strict, self._storage.write)
+        if before is not None:
+            self._save_after(before)
 
     def add_trajectories(self, batch: Any, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`, each to the environment in `env_index`.
@@ -273,9 +280,14 @@ class Memory(Stored, ABC):
 
     def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:
         """Calls `Storage.write`; with `export`, saves the memory if it has filled up."""
-        before = self._tensors.count_laps() if self.export else 0
+        before = self._intake.count_laps() if self.export else None
         self._storage.write(block, lanes, **marks)
-        if self.export and self._tensors.count_laps() > before:
+        if before is not None:
+            self._save_after(before)
+
+    def _save_after(self, before: int) -> None:
+        """Saves the memory if it has filled up since it had so many laps."""
+        if self._intake.count_laps() > before:
             self.save(self.export_directory, format=self.export_format)
 
     # Reading
@@ -324,12 +336,8 @@ class Memory(Stored, ABC):
         """
         names, known = self._tensors.check_names(names, self.strict)
         check_count("sequence_length", max(sequence_length, 1) if isinstance(sequence_length, int) else sequence_length)
-        storage, is_by_step = self._tensors.allocate(), sequence_length <= 1
-        rows, arrays = storage.read_all(
-            lambda span: span.by_step() if is_by_step else span.by_lane(1)[0],
-            lambda every: storage.columns.gather(known, every),
-        )
-        starts = None if is_by_step else find_starts(storage.columns.lanes(rows), sequence_length)
+        lanes, arrays = self._tensors.copy_all(known, by_lane=sequence_length > 1)
+        starts = None if lanes is None else find_starts(lanes, sequence_length)
         return self._tensors.split(names, known, arrays, mini_batches, starts)
 
     # Files and copies

@@ -6,6 +6,7 @@ store with a head of its own, so environments may be at different rows.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from rlstructs.replay.episodes import BYTES_PER_ROW
 from rlstructs.replay.from_trajectories import add_version, find_names
 from rlstructs.replay.roles import ENDS
 from rlstructs.replay.row_ids import SLOT
+from rlstructs.replay.span import Selection
 from rlstructs.replay.store import Storage
 from rlstructs.replay.values import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 
@@ -73,6 +75,9 @@ class Tensors:
         self.exposed: set[str] = set()
         self._unmissed: set[str] = set()  # names of no tensor that need no warning, or have had it
         self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
+        self._available: int | None = None  # bytes, when the first of the planned tensors was
+        self._cursor: tuple[Any, Cursor] | None = None  # the last one, and the span of rows at that time
+        self._live: dict[tuple[str, bool], tuple[Any, Any]] = {}  # arrays that programs got, and the columns below them
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
         self.storage = Storage(num_envs, memory_size, order=SLOT, columns=columns)
@@ -99,6 +104,11 @@ class Tensors:
                 for name in planned:  # after the columns are there: other threads look here first
                     del self.planned[name]
         return self.storage
+
+    def share(self) -> None:
+        """Moves the store to shared memory; see `Memory.share_memory`."""
+        self.allocate().share()
+        self._live.clear()  # it would keep the memory of before
 
     # Creation
 
@@ -166,7 +176,9 @@ class Tensors:
         """Raises OutOfMemoryError unless these tensors fit beside those that are not allocated yet."""
         columns = self.storage.columns
         needed = sum(spec.nbytes for spec in (*self.planned.values(), *specs)) * columns.n_rows
-        available = columns.available_bytes()
+        available = self._available if self.planned else None
+        if available is None or needed > available // 2:  # what takes little of it need not look again
+            available = self._available = columns.available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(f"{owner}: {needed:,} bytes are needed, {available:,} are available")
 
@@ -190,9 +202,16 @@ class Tensors:
         """Returns a tensor over the store's memory; a copy in jax."""
         columns = self.allocate().columns
         self._expose(name)
-        rows = columns.cells[name].swapaxes(0, 1) if keepdim else columns.flat[name]
-        with self.storage.lock:  # a copy has no half-written row
-            return self.framework.live_array(rows, self.dtypes[name], repr(name))
+        flat, (kept, live) = columns.flat[name], self._live.get((name, keepdim), (None, None))
+        if kept is flat:
+            return live
+        rows = columns.cells[name].swapaxes(0, 1) if keepdim else flat
+        # A copy has no half-written row; and what is kept is not only for inference.
+        with self.storage.lock, torch.inference_mode(False):
+            live = self.framework.live_array(rows, self.dtypes[name], repr(name), columns.shared_storage(name))
+        if self.framework.has_live_arrays:
+            self._live[name, keepdim] = flat, live
+        return live
 
     def set_values(self, name: str, tensor: Any, strict: bool) -> None:
         """Copies values into a tensor; see `Memory.set_tensor_by_name`."""
@@ -202,7 +221,8 @@ class Tensors:
         values = encoded(name, self.convert_values(name, tensor, strict), spec)
         shape = (*self.lead, *spec.shape)
         try:
-            values = values.expand(shape) if isinstance(values, torch.Tensor) else np.broadcast_to(values, shape)
+            if values.shape != shape:
+                values = values.expand(shape) if isinstance(values, torch.Tensor) else np.broadcast_to(values, shape)
         except (ValueError, RuntimeError) as error:
             raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
         values = columns.check(name, values, self.lead)
@@ -215,8 +235,9 @@ class Tensors:
             self.storage.rebuild_episodes(done)
 
     def _expose(self, name: str) -> None:
-        self.exposed.add(name)
-        self.storage.counters.notes[EXPOSED] = 1
+        if name not in self.exposed:
+            self.exposed.add(name)
+            self.storage.counters.notes[EXPOSED] = 1
 
     def convert_values(self, name: str, value: Any, strict: bool) -> Any:
         """Returns a value unchanged if its device and dtype are the tensor's; otherwise as a numpy array.
@@ -263,6 +284,31 @@ class Tensors:
             there, text = sorted(self.dtypes), "no tensor(s) %s in this memory, there are %s: None takes their place"
             LOG.warning(f"{text}; with strict=True that is an error", sorted(unknown), there)
 
+    def copy_all(self, names: Sequence[str], by_lane: bool) -> tuple[np.ndarray | None, list[Any]]:
+        """Copies all valid rows of some tensors, sorted by step, or by lane; threads of this process wait.
+
+        Returns:
+            `by_lane` the lane of each row, int64 (n,), otherwise None; and `(n, *data)` of each tensor. They lack the
+            rows that other processes have overwritten meanwhile.
+        """
+        storage, columns = self.allocate(), self.storage.columns
+
+        def list_rows() -> np.ndarray:
+            return span.by_lane(1)[0] if by_lane else span.by_step()
+
+        with storage.lock:
+            steps = (span := storage.span()).steps_of_all
+            # Lanes are nearly always in step.
+            arrays = columns.copy_steps(names, *steps, by_lane) if steps else columns.gather(names, list_rows())
+            is_current = storage.is_current(span)  # as nearly always
+            stale = None if is_current else storage.find_overwritten(Selection(list_rows()[:, None], span))
+        if stale is not None:
+            arrays = [array[~stale] for array in arrays]
+        if not by_lane:
+            return None, arrays
+        lanes = columns.lanes(list_rows()) if steps is None else np.repeat(np.arange(columns.n_lanes), steps[1])
+        return lanes if stale is None else lanes[~stale], arrays
+
     def split(
         self, names: list[str], known: list[str], arrays: list[Any], mini_batches: int, starts: np.ndarray | None = None
     ) -> list[list[Any]]:
@@ -280,12 +326,14 @@ class Tensors:
         if mini_batches <= 1:
             return [self._hand_over(names, known, arrays)]
         n_rows = len(arrays[0]) if arrays else 0
-        bounds = np.arange(n_rows + 1) if starts is None else np.append(starts, n_rows)
-        batches = []
-        for part in np.array_split(np.arange(len(bounds) - 1), mini_batches):
-            low, high = (bounds[part[0]], bounds[part[-1] + 1]) if part.size else (n_rows, n_rows)
-            batches.append(self._hand_over(names, known, [array[low:high] for array in arrays]))
-        return batches
+        n_parts = n_rows if starts is None else len(starts)
+        size, n_larger = divmod(n_parts, mini_batches)  # the first ones are larger by one, as in `numpy.array_split`
+        at = [number * size + min(number, n_larger) for number in range(mini_batches + 1)]
+        bounds = at if starts is None else np.append(starts, n_rows)[at].tolist()
+        return [
+            self._hand_over(names, known, [array[low:high] for array in arrays])
+            for low, high in itertools.pairwise(bounds)
+        ]
 
     def _hand_over(self, names: list[str], known: list[str], arrays: list[Any]) -> list[Any]:
         """Returns the library's array of each name, None for unknown ones."""
@@ -306,15 +354,14 @@ class Tensors:
 
     def find_cursor(self) -> Cursor:
         """Finds where the next row is written."""
+        span = self.storage.span()
+        if self._cursor is not None and self._cursor[0] is span:
+            return self._cursor[1]
         ring, (memory_size, _) = self.storage.ring, self.lead
         low, high = int(ring.head.min()), int(ring.head.max())
         row, env = (high, 0) if high - low > 1 else (low, int((ring.head > low).sum()))
-        return Cursor(bool(ring.is_full().all()), row % memory_size, env)
-
-    def count_laps(self) -> int:
-        """Counts how often every environment has filled all its rows."""
-        ring = self.storage.ring
-        return int((ring.head - ring.base).min()) // ring.capacity
+        self._cursor = span, Cursor(bool(ring.is_full().all()), row % memory_size, env)
+        return self._cursor[1]
 
     def set_cursor(self, **changes: Any) -> None:
         """Makes the rows up to a new cursor valid; drops all others if the cursor moves back.
@@ -336,7 +383,8 @@ class Tensors:
             storage.write(block, lengths=counts, done=find_ends(block))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "device": self.framework.device_name(self.device)}  # jax's and warp's belong to a process
+        device = self.framework.device_name(self.device)  # jax's and warp's belong to a process
+        return {**vars(self), "device": device, "_cursor": None, "_live": {}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

@@ -8,10 +8,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from rlstructs.frameworks.torch import Torch
 from rlstructs.memories import memory, prioritized, sampling
 
@@ -22,13 +18,6 @@ class Memory(memory.Memory):
     __doc__ = memory.Memory.__doc__
 
     framework = Torch()
-
-    def _live(self, name: str, keepdim: bool = True) -> Any:
-        tensor, shared = super()._live(name, keepdim), self._storage.columns.shared_storage(name)
-        if shared is None:
-            return tensor
-        storage, first = shared[0], shared[1] // tensor.element_size()
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, first, tensor.shape, tensor.stride())
 
 
 class RandomMemory(sampling.RandomMemory, Memory):

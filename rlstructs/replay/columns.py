@@ -14,9 +14,9 @@ from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.objects import OBJECT, ObjectBlock, private_rows
-from rlstructs.replay.records import Gathering, Record, group_columns, width_of
+from rlstructs.replay.records import LEAST_RECORDS, MANY_LANES, Gathering, Record, group_columns, row_dtype, width_of
 from rlstructs.replay.ring import Ring
-from rlstructs.replay.row_ids import LANE, RowIds
+from rlstructs.replay.row_ids import LANE, SLOT, RowIds
 from rlstructs.replay.widening import cast
 
 # How many sets of names `gather` remembers.
@@ -163,7 +163,9 @@ class Columns(RowIds):
         return blocks
 
     def _group(self, specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
-        return group_columns(specs) if self._backing.has_records else []
+        if not self._backing.has_records or (self.order == SLOT and self.n_lanes >= MANY_LANES):
+            return []
+        return [each for each in group_columns(specs) if width_of(each.values()) * self.n_rows >= LEAST_RECORDS]
 
     def _records(self) -> list[Record]:
         return list({id(block): block for block in self._blocks.values() if isinstance(block, Record)}.values())
@@ -281,6 +283,33 @@ class Columns(RowIds):
         if self.has_objects:
             return [private_rows(values) if values.dtype == OBJECT else values for values in taken]
         return taken
+
+    def copy_steps(self, names: Iterable[str], first: int, n: int, by_lane: bool) -> list[Any]:
+        """Copies of the rows for the steps `[first, first + n)` of every lane, `(n_lanes * n, *shape)` each.
+
+        They are sorted by step, or `by_lane`.
+        """
+        slot = first % self.capacity
+        n_before = min(n, self.capacity - slot)  # up to the end of the rings
+        parts = [(slice(0, n_before), slice(slot, slot + n_before)), (slice(n_before, n), slice(0, n - n_before))]
+        return [self._copy_slots(name, n, parts if n_before < n else parts[:1], by_lane) for name in names]
+
+    def _copy_slots(self, name: str, n: int, parts: list[tuple[slice, slice]], by_lane: bool) -> Any:
+        cells, spec = self.cells[name], self.specs[name]
+        copy = np.empty((self.n_lanes, n, *spec.shape) if by_lane else (n, self.n_lanes, *spec.shape), spec.dtype)
+        target = copy if by_lane else copy.swapaxes(0, 1)
+        for times, slots in parts:
+            target[:, times] = cells[:, slots]
+        return copy.reshape(-1, *spec.shape)
+
+    def items_of(self, name: str) -> np.ndarray | None:
+        """A view of a column, `(n_rows,)`, whose rows are numbers, or pieces of memory; None if there is none."""
+        spec, block = self.specs[name], self._blocks[name]
+        if isinstance(block, Record):
+            return block.items_of(name)
+        if spec.is_object or not spec.nbytes:
+            return None
+        return np.ndarray(self.n_rows, row_dtype(spec), self.flat[name])
 
     def host(self, name: str, values: Any) -> np.ndarray:
         """Values of a column, as `gather` returns them, in host memory."""

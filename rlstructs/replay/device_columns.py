@@ -69,6 +69,11 @@ class TensorColumns(Columns):
         found = [self.flat[name].index_select(0, index) for name in names]
         return found if rows.ndim == 1 else [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
 
+    def _copy_slots(self, name: str, n: int, parts: list[tuple[slice, slice]], by_lane: bool) -> torch.Tensor:
+        cells = self.cells[name]
+        copy = torch.cat([cells[:, slots] for _, slots in parts], 1)
+        return (copy if by_lane else copy.swapaxes(0, 1)).reshape(-1, *cells.shape[2:])
+
     def host(self, name: str, values: torch.Tensor) -> np.ndarray:
         """See `Columns.host`."""
         array: np.ndarray = values.cpu().numpy().view(self.specs[name].dtype)

@@ -18,8 +18,8 @@ from rlstructs.structures.tree import TensorMap
 BFLOAT16 = np.dtype(np.int16)
 # Dtypes of columns, as numpy writes them: in this machine's byte order, and those that other libraries have too.
 PLAIN = frozenset(np.dtype(code).str for code in "?bhilqBHILQefdFD")
-# Kind of numpy -> type of such numbers in Python.
-PYTHON: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
+# Numbers of numpy, or arrays that may hold one.
+NUMBERS = (np.generic, np.ndarray)
 
 
 def plain_items(batch: Any) -> dict[str, Any] | None:
@@ -162,3 +162,28 @@ def spec_of(name: str, dtype: Any) -> Spec:
     if found is None or found.kind not in "biufc" or is_too_wide(found):
         raise SpecError(f"{name!r} must have a dtype of numbers, got {dtype!r}")
     return Spec(found.newbyteorder("="))
+
+
+def is_number_of(dtype: np.dtype, value: Any, limits: Mapping[type, tuple[Any, Any]]) -> bool:
+    """Whether a column of this dtype, and with these limits, takes a number as it is."""
+    if isinstance(value, NUMBERS):
+        if value.ndim or value.dtype is dtype:
+            return not value.ndim
+        value = value.item()
+    between = limits.get(type(value))
+    return between is not None and bool(between[0] <= value <= between[1])  # not true of NaN
+
+
+def number_limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
+    """Python type -> the range of its numbers that a column holds; with `exactly`, without rounding floats."""
+    kind, dtype = spec.dtype.kind, spec.dtype
+    if kind == "c" or spec.is_bfloat16 or spec.is_object:
+        return {}
+    bits = {bool: (0, 1)}
+    if kind == "b":
+        return bits | {int: (0, 1)}
+    if kind in "iu":
+        return bits | {int: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))}
+    whole, largest = 2 ** (np.finfo(dtype).nmant + 1), float(np.finfo(dtype).max)
+    limits: dict[type, tuple[Any, Any]] = {bool: (0, 1), int: (-whole, whole)}
+    return limits if exactly and dtype.itemsize < 8 else {**limits, float: (-largest, largest)}

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 LARGE = 256
 # The most bytes of a record, and the most padding in it, as a share of its columns.
 MOST, MOST_PADDING = 1024, 0.1
+# Bytes from which on records pay. What is smaller stays in a core's caches, where a draw takes columns alone
+# twice as quickly; and it is often read as a whole, for which these are best.
+LEAST_RECORDS = 1 << 25
+# The same for so many lanes whose rows for one step follow one another: records cost their writes what draws gain.
+MANY_LANES = 1024
 # The most records that are taken at once, so that they are still in a core's cache when columns are cut from them.
 AT_ONCE = 2048
 # The longest numbers in a record, in bytes: others, of 16 bytes, torch cannot view at every multiple of 8.
@@ -51,6 +56,11 @@ def _count_fitting(specs: Sequence[Spec]) -> int:
 
 def _is_small(spec: Spec) -> bool:
     return not spec.is_object and 0 < spec.nbytes < LARGE and spec.dtype.itemsize <= LONGEST
+
+
+def row_dtype(spec: Spec) -> np.dtype:
+    """The dtype of a row as one item: that of its number, or of a piece of memory."""
+    return spec.dtype if spec.nbytes == spec.dtype.itemsize else np.dtype((np.void, spec.nbytes))
 
 
 def width_of(specs: Collection[Spec]) -> int:
@@ -101,9 +111,7 @@ class Record:
         return self._items_in(self._bytes, self.n_rows, name)
 
     def _items_in(self, memory: np.ndarray, n: int, name: str) -> np.ndarray:
-        spec = self.specs[name]
-        dtype = spec.dtype if spec.nbytes == spec.dtype.itemsize else np.dtype((np.void, spec.nbytes))
-        return np.ndarray((n,), dtype, memory, self.offsets[name], (self.width,))
+        return np.ndarray((n,), row_dtype(self.specs[name]), memory, self.offsets[name], (self.width,))
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[np.ndarray]:
         """Copies of rows (n,) of some columns, `(n,)` each, of the dtypes of `items_of`."""
@@ -193,3 +201,11 @@ class Gathering:
                 rows_of = values.view(dtype)
                 found[at] = rows_of if len(lead) == 1 else rows_of.reshape(lead + rows_of.shape[1:])
         return found
+
+
+def as_items(value: Any, dtype: np.dtype) -> np.ndarray | None:
+    """Rows (n, ...) as n numbers, or pieces of memory, which numpy stores far more quickly; None if not."""
+    if type(value) is not np.ndarray or not value.flags.c_contiguous or not dtype.itemsize:
+        return None
+    items = value.reshape(-1)
+    return items.view(dtype) if dtype.kind == "V" else items

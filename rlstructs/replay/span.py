@@ -66,6 +66,11 @@ class Span:
     def _of_lanes(self, value: Any) -> np.ndarray:
         return np.full(self.columns.n_lanes, value) if self.aligned else np.asarray(value)
 
+    @property
+    def steps_of_all(self) -> tuple[int, int] | None:
+        """The first step and the number of steps, if they are the same in every lane."""
+        return (self._low, self._high - self._low) if self.aligned else None
+
     def counts(self) -> np.ndarray:
         """Rows per lane, int64."""
         return np.asarray(self.high - self.low)

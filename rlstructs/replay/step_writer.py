@@ -16,19 +16,24 @@ from torch import Tensor
 from rlstructs.errors import SpecError
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.counters import EPISODE_CHANGES
-from rlstructs.replay.episodes import EPISODE, TIME
-from rlstructs.replay.ring import keep_order
+from rlstructs.replay.episodes import EPISODE, LENGTH, TIME
+from rlstructs.replay.given import is_number_of, number_limits
+from rlstructs.replay.records import as_items
+from rlstructs.replay.ring import InStep, keep_order
 from rlstructs.replay.roles import is_info
 from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import host_array, view_tensor
+from rlstructs.replay.values import any_marks, host_array, view_tensor
 
 # What no array has: bits of bfloat16 are always converted, and objects copied.
-NONE = np.dtype(np.void)
+BITS, NONE = np.dtype((np.void, 2)), np.dtype(np.void)
 # In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
 ROW, KEPT = -1, object()
 ONE = np.ones(1, bool)
-NUMBERS = (np.generic, ndarray)
-add = np.add  # looking up names is part of what a write costs
+# A step, as numpy adds it to counters and to times most quickly.
+STEP, TIME_STEP = np.array(1), np.array(1, np.int32)
+add, count_nonzero = np.add, np.count_nonzero  # looking up names is part of what a write costs
+# Bytes of an array from which on numpy finds out more quickly than Python whether all are zero.
+MANY = 256
 
 # Converts a value for a column: (name, value, its spec) -> an array that the column takes after a cast without loss.
 Convert = Callable[[str, Any, Spec], Any]
@@ -67,8 +72,9 @@ class StepWriter:
         self._every_end = tuple(ends)
         self._version = -1  # the store's when `_prepare` was called, and after each write
         self._layout: tuple[Any, ...] = ()  # of the columns that the plans are for
-        self._head: int | None = None  # of all lanes, if they are in step
+        self._step = InStep(storage.ring)
         self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns
+        self._detaches = False  # whether tensors with a gradient were given: it takes long to find out otherwise
         self.done: ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,27 +91,31 @@ class StepWriter:
     def write(
         self,
         tensors: Mapping[str, Any],
-        lanes: ndarray | None = None,
+        lanes: slice | ndarray | None = None,
         convert: Convert | None = None,
         *,
+        n_timesteps: int = 1,
         is_row: bool = False,
         fills: bool = False,
         live: Collection[str] = (),
     ) -> Mapping[str, Any] | None:
-        """Appends a row to every lane and returns the arrays given; returns None if `Storage.write` has to do it.
+        """Appends rows to lanes and returns the arrays given; returns None if `Storage.write` has to do it.
 
         Args:
-            tensors: name -> `(n, ...)`.
-            lanes: int64 (n,), no two the same; None for all lanes, in order.
+            tensors: name -> `(n, ...)`, a row for each lane.
+            lanes: int64 (n,), no two the same, or a slice with bounds; None for all lanes, in order.
             convert: converts values that a column cannot take as they are; None if there should be none.
-            is_row: whether these are plain numbers and arrays without an axis for lanes, of a store with one lane.
+            n_timesteps: rows of each lane, at most the capacity; more than one, `(n_timesteps, ...)`, only in a store
+                of one lane.
+            is_row: whether these are plain numbers and arrays without an axis for lanes, of a single lane.
             fills: whether columns may be omitted, and become unwritten, and names without a column are skipped.
             live: columns that keep what they hold where they are omitted.
         """
         storage = self._storage
         if self._version != storage.version:
             self._prepare()
-        n = ROW if is_row else self._n_lanes if lanes is None else lanes.size
+        n_lanes = self._n_lanes if lanes is None else lanes.stop - lanes.start if type(lanes) is slice else lanes.size
+        n = ROW if is_row else n_lanes if n_timesteps == 1 else n_timesteps
         plan = self._plans.get(n)
         if plan is None:
             plan = self._make_plan(n)
@@ -121,11 +131,11 @@ class StepWriter:
             if self._version != storage.version or not (storage.is_private or self._knows(lanes)):
                 return None
             self._version = -1  # until all is done, in case of Ctrl-C
-            self.done = None if not ended else ONE if is_row else _find_done(ended)
-            if lanes is None and self._head is not None:
+            self.done = None if not ended else ONE if is_row else any_marks(ended)
+            if lanes is None and n_timesteps == 1 and self._step.head is not None and not self._step.n_ahead:
                 self._write_block(self._flat if is_row else self._rows, values)
             else:
-                self._write_lanes(values, ALL if lanes is None else lanes)
+                self._write_rows(values, ALL if lanes is None else lanes, n_timesteps)
             self._version = storage.version
         return tensors
 
@@ -136,7 +146,7 @@ class StepWriter:
         """Converts a row: the value of each column, or `KEPT`; and the marks of ends that are not all zero."""
         values: list[Any] = []
         ended: list[Any] = []
-        n_missing = 0
+        n_missing, detaches = 0, self._detaches and convert is not None
         for name, shape, dtype, is_end, unwritten, limits in plan:
             value: Any = tensors.get(name)
             kind = type(value)
@@ -144,7 +154,8 @@ class StepWriter:
                 values.append(value)
                 continue
             if kind is Tensor:
-                array = view_tensor(value)
+                array = None if dtype is BITS else view_tensor(value.detach() if detaches else value)
+                self._detaches = self._detaches or (array is None and value.requires_grad)
                 value = value if array is None else array
             elif value is None:
                 n_missing += 1
@@ -152,7 +163,7 @@ class StepWriter:
                     return None, ended
                 values.append(KEPT if name in live else unwritten)
                 continue
-            elif limits and (kind is not ndarray or value.dtype is not dtype) and _is_number_of(dtype, value, limits):
+            elif limits and (kind is not ndarray or value.dtype is not dtype) and is_number_of(dtype, value, limits):
                 if is_end and value:
                     ended.append(value)
                 values.append(value)
@@ -163,7 +174,7 @@ class StepWriter:
                 value = None if convert is None else self._convert(name, value, shape, convert)
                 if value is None:
                     return None, ended
-            if is_end and value.tobytes().count(0) != value.nbytes:
+            if is_end and (count_nonzero(value) if value.nbytes > MANY else value.tobytes().count(0) != value.nbytes):
                 ended.append(value)
             values.append(value)
         is_lacking = n_missing and (not fills or n_missing == len(plan))
@@ -193,7 +204,7 @@ class StepWriter:
 
     def _write_block(self, places: list[ndarray], values: list[Any]) -> None:
         """Writes to slots of `places`, those of all lanes, which are in step."""
-        head = self._head
+        head = self._step.head
         assert head is not None
         slot, following = head % self._capacity, head + 1
         self._reserved.fill(following)
@@ -207,46 +218,73 @@ class StepWriter:
                 pair = np.asarray(pair[0])[None], np.asarray(pair[1])[None]
             self._storage.columns.write_step(name, *pair, head)
         if self._has_episodes:
-            open_pairs = self._open_pairs
+            open_pairs, ends = self._open_pairs, self._mark_ends(ALL)
             self._pairs[slot] = open_pairs
             add(open_pairs, self._one_step, open_pairs)
-            if self.done is not None:
-                self._end(self._every_lane[self.done], following)
+            if ends is not None:
+                self._end(ends, head)
         keep_order()
         self._heads.fill(following)
-        self._head = following
+        self._step.head = following
         if not self._storage.is_private:
             self._seen.fill(following)
 
-    def _write_lanes(self, values: list[Any], lanes: Any) -> None:
-        """Writes to some lanes, or to lanes that are not in step."""
-        columns, heads = self._storage.columns, self._heads[lanes]
-        rows, following = columns.at_steps(lanes, heads), heads + 1
+    def _write_rows(self, values: list[Any], lanes: Any, n_timesteps: int) -> None:
+        """Writes to some lanes, to lanes that are not in step, or several rows to the only lane."""
+        heads, columns = self._heads[lanes], self._storage.columns
+        rows: Any = self._step.find_block(lanes, n_timesteps, columns)
+        is_block = rows is not None
+        if rows is None:
+            rows = columns.at_steps(lanes, heads if n_timesteps == 1 else heads + np.arange(n_timesteps))
+        following = heads + (STEP if n_timesteps == 1 else n_timesteps)
         self._reserved[lanes] = following
         keep_order()
-        for flat, value in zip(self._flat, values):  # noqa: B905 - see `_write_block`
+        for flat, items, value in zip(self._flat, self._items, values):  # noqa: B905 - see `_write_block`
             if value is not KEPT:
-                flat[rows] = value
+                given = None if is_block or items is None else as_items(value, items.dtype)
+                if given is None:
+                    flat[rows] = value
+                else:
+                    items[rows] = given  # type: ignore[index]
         if self._linked:
             links = {name: values[at] for name, at, _ in self._linked}
             links |= {columns.links[name].source: values[source] for name, _, source in self._linked}
-            columns.write_links({name: value[:, None] for name, value in links.items()}, lanes, 1)
-        if self._has_episodes:
+            lead = heads.size, n_timesteps
+            links = {name: np.reshape(value, lead + columns.specs[name].shape) for name, value in links.items()}
+            columns.write_links(links, lanes, n_timesteps)
+        if self._has_episodes and n_timesteps > 1:
+            done = np.zeros(n_timesteps, bool) if self.done is None else self.done
+            self._storage.episodes.write(lanes, done[None], head=self._step.head)  # type: ignore[union-attr]
+        elif self._has_episodes:
+            ends = self._mark_ends(lanes)
             self._flat_pairs[rows] = self._open_pairs[lanes]
             self._open_pairs[lanes] += self._one_step[lanes]
-            if self.done is not None:
-                self._end(self._every_lane[lanes][self.done], following[self.done])
+            if ends is not None:
+                self._end(ends, heads[self.done])
         keep_order()
         self._heads[lanes] = self._seen[lanes] = following
-        self._find_head()
+        if self._has_episodes and n_timesteps > 1:
+            self._open_times[:] = self._storage.episodes.open_lengths(ALL)  # type: ignore[union-attr]
+        self._step.advance(lanes, n_timesteps, is_block)
 
-    def _end(self, lanes: ndarray, heads: Any) -> None:
-        """Ends the episodes of these lanes before `heads`, to which their heads will rise."""
+    def _mark_ends(self, lanes: Any) -> Any:
+        """The lanes whose episodes end with the rows being written, which get their lengths; None if none does."""
+        if self.done is None:
+            return None
+        is_every = lanes is ALL and count_nonzero(self.done) == self._n_lanes
+        ends = ALL if is_every else self._every_lane[lanes][self.done]
+        self._open_lengths[ends] = self._open_times[ends] + TIME_STEP
+        return ends
+
+    def _end(self, lanes: Any, heads: Any) -> None:
+        """Ends the episodes of these lanes, which end with the rows that follow these heads."""
         episodes = self._storage.episodes
         assert episodes is not None
-        totals = self._open[lanes, TIME]
-        episodes.set_lengths(lanes, totals, totals, 0, heads)
-        self._open[lanes, TIME] = 0
+        totals = self._open_times[lanes].copy()
+        before = totals - TIME_STEP
+        if count_nonzero(before):
+            episodes.set_lengths(self._every_lane[lanes], before, totals, 1, heads)
+        self._open_pairs[lanes] = 0
 
     def end_episodes(self, lanes: slice | ndarray = ALL, longest: int = 1) -> None:
         """Ends the unfinished episodes of these lanes that have at least `longest` steps, at their newest rows."""
@@ -262,18 +300,19 @@ class StepWriter:
                 self._open[lanes, TIME] = n_steps * ~is_ended
                 self._n_changes, self._version = int(storage.counters.notes[EPISODE_CHANGES]), storage.version
 
-    def _knows(self, lanes: ndarray | None) -> bool:
+    def _knows(self, lanes: slice | ndarray | None) -> bool:
         """Whether the open episodes of these lanes are as this writer left them; if not, looks at the store again."""
         some: Any = ALL if lanes is None else lanes
-        is_changed = self._storage.counters.notes[EPISODE_CHANGES] != self._n_changes
-        if is_changed or not np.array_equal(self._heads[some], self._seen[some]):
+        is_changed = self._notes[EPISODE_CHANGES] != self._n_changes
+        if is_changed or self._heads[some].tobytes() != self._seen[some].tobytes():
             self._prepare()
         # Unless workers write, or a writer was killed.
-        return self._can_write and np.array_equal(self._heads[some], self._reserved[some])
+        return self._can_write and self._heads[some].tobytes() == self._reserved[some].tobytes()
 
-    def _find_head(self) -> None:
-        low = int(self._heads.min())
-        self._head = low if (self._heads == low).all() else None
+    def find_step(self) -> InStep | None:
+        """Which lanes are in step; None unless this writer alone has written since it looked."""
+        is_known = self._version == self._storage.version and self._storage.is_private
+        return self._step if is_known else None
 
     def _prepare(self) -> None:
         """Finds out what is needed to write to the store as it is now."""
@@ -290,8 +329,9 @@ class StepWriter:
             self._can_write &= not storage.is_private or bool((ring.reserved == ring.head).all())
             if storage.episodes is not None:
                 self._open[:, TIME] = storage.episodes.open_lengths(ALL)
-            self._seen, self._n_changes = ring.head.copy(), int(storage.counters.notes[EPISODE_CHANGES])
-            self._find_head()
+            self._notes = storage.counters.notes
+            self._seen, self._n_changes = ring.head.copy(), int(self._notes[EPISODE_CHANGES])
+            self._step = InStep(ring)
 
     def _find_columns(self) -> None:
         """Finds out where the columns are."""
@@ -303,6 +343,7 @@ class StepWriter:
         every = [*names, *columns.links]
         self._linked = [(name, every.index(name), every.index(link.source)) for name, link in columns.links.items()]
         self._flat = [columns.flat[name] for name in names]
+        self._items = [columns.items_of(name) for name in names]
         self._rows = [columns.cells[name].swapaxes(0, 1) for name in names]
         self._has_episodes: bool = storage.episodes is not None
         if storage.episodes is not None:
@@ -311,6 +352,7 @@ class StepWriter:
             self._pairs: ndarray = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1).view(np.int64)[..., 0]
             self._open = np.zeros((self._n_lanes, 2), np.int32)  # those of the next rows
             self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
+            self._open_times, self._open_lengths = self._open[:, TIME], self._open[:, LENGTH]
             one = np.zeros_like(self._open)
             one[:, TIME] = 1
             self._one_step: ndarray = one.view(np.int64)[:, 0]
@@ -321,45 +363,9 @@ class StepWriter:
         plan = []
         for name in [*columns.flat, *columns.links] if columns.on_host else ():
             spec = columns.specs[name]
-            dtype = NONE if spec.is_bfloat16 or spec.is_object else np.dtype(spec.dtype.str)
-            limits = _limits(spec, is_info(name)) if n == ROW and not spec.shape else {}
+            dtype = BITS if spec.is_bfloat16 else NONE if spec.is_object else np.dtype(spec.dtype.str)
+            limits = number_limits(spec, is_info(name)) if n == ROW and not spec.shape else {}
             unwritten, is_end = columns.value(name, spec.unwritten), name in self._every_end
             plan.append(_Column(name, (*lead, *spec.shape), dtype, is_end, unwritten, limits))
         self._plans[n] = plan
         return plan
-
-
-def _find_done(ended: list[ndarray]) -> ndarray:
-    """Where one of these marks, (n, ...), is not zero, bool (n,)."""
-    done = None
-    for mark in ended:
-        if mark.dtype != bool or mark.ndim > 1:
-            mark = (mark != 0).reshape(len(mark), -1).any(axis=1)
-        done = mark if done is None else done | mark
-    assert done is not None
-    return done
-
-
-def _is_number_of(dtype: np.dtype, value: Any, limits: Mapping[type, tuple[Any, Any]]) -> bool:
-    """Whether a column of this dtype, and with these limits, takes a number as it is."""
-    if isinstance(value, NUMBERS):
-        if value.ndim or value.dtype is dtype:
-            return not value.ndim
-        value = value.item()
-    between = limits.get(type(value))
-    return between is not None and bool(between[0] <= value <= between[1])  # not true of NaN
-
-
-def _limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
-    """Python type -> the range of its numbers that a column holds; with `exactly`, without rounding floats."""
-    kind, dtype = spec.dtype.kind, spec.dtype
-    if kind == "c" or spec.is_bfloat16 or spec.is_object:
-        return {}
-    bits = {bool: (0, 1)}
-    if kind == "b":
-        return bits | {int: (0, 1)}
-    if kind in "iu":
-        return bits | {int: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))}
-    whole, largest = 2 ** (np.finfo(dtype).nmant + 1), float(np.finfo(dtype).max)
-    limits: dict[type, tuple[Any, Any]] = {bool: (0, 1), int: (-whole, whole)}
-    return limits if exactly and dtype.itemsize < 8 else {**limits, float: (-largest, largest)}

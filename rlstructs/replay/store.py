@@ -371,9 +371,8 @@ class Storage(CopiedWhole):
         Raises:
             StateError: writers overwrite or drop rows faster than they can be read.
         """
-        picked = select(n)
-        arrays = read(picked)
-        stale = self._overwritten(picked)
+        arrays = read(picked := select(n))
+        stale = self.find_overwritten(picked)
         if stale is None:
             return picked, arrays
         if not redraws:
@@ -406,8 +405,7 @@ class Storage(CopiedWhole):
         with self.lock:
             span = self.span()
             arrays, left = read(span, rows), rows
-            keep_order()
-            if span.is_settled and self.ring.counters.tobytes() == span.snapshot:
+            if self.is_current(span) and span.is_settled:
                 return arrays
             at = np.arange(len(rows))
             for attempt in range(MAX_REDRAWS):
@@ -435,16 +433,21 @@ class Storage(CopiedWhole):
         """
         with self.lock:
             every = rows(span := self.span())
-            arrays, stale = read(every), self._overwritten(Selection(every[:, None], span))
+            arrays, stale = read(every), self.find_overwritten(Selection(every[:, None], span))
         if stale is None:
             return every, arrays
         for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
             arrays[name] = arrays[name][~stale]
         return every[~stale], arrays
 
-    def _overwritten(self, picked: Selection) -> np.ndarray | None:
-        keep_order()  # the rows were read before this
-        if self.ring.counters.tobytes() == picked.span.snapshot:
+    def is_current(self, span: Span) -> bool:
+        """Whether nothing was written since, so that rows that were read before this call are whole."""
+        keep_order()
+        return self.ring.counters.tobytes() == span.snapshot
+
+    def find_overwritten(self, picked: Selection) -> np.ndarray | None:
+        """Which samples lack rows that have been overwritten since, bool (B,); None if none does."""
+        if self.is_current(picked.span):
             return None
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
         stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.lanes(first)])

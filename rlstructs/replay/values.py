@@ -77,6 +77,16 @@ def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None
     return np.asarray(np.logical_or.reduce(marks)) if marks else None
 
 
+def any_marks(ended: list[np.ndarray]) -> np.ndarray:
+    """Where one of these marks, (n, ...), is not zero, bool (n,)."""
+    done: Any = None
+    for mark in ended:
+        flags: Any = mark if mark.dtype == bool else mark != 0
+        flags = flags.reshape(-1) if flags.size == len(flags) else flags.reshape(len(flags), -1).any(axis=1)
+        done = flags if done is None else done | flags
+    return np.asarray(done)
+
+
 def row_ids(indexes: Any, n_rows: int) -> np.ndarray:
     """Converts what a program gives as row ids to int64, with the same shape.
 

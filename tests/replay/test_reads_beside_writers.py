@@ -24,22 +24,23 @@ SIZE = 6
 
 @pytest.fixture
 def interrupt(monkeypatch):
-    """Returns a function that says what another process writes while the next rows are gathered.
+    """Returns a function that says what another process writes while the next rows are gathered, or copied.
 
     The first column of these rows is read before the write, and the others after it.
     """
     waiting = []
 
-    def gather(owner, names, rows_, old):
-        found = old(owner, names, rows_)
+    def read(owner, *which, old):
+        found = old(owner, *which)
         if not waiting:
             return found
         waiting.pop()()
-        return [found[0], *old(owner, names, rows_)[1:]]
+        return [found[0], *old(owner, *which)[1:]]
 
     for kind in (columns.Columns, device_columns.TensorColumns):
-        old = kind.gather
-        monkeypatch.setattr(kind, "gather", lambda owner, names, rows_, old=old: gather(owner, names, rows_, old))
+        for name in ("gather", "copy_steps"):
+            old = getattr(kind, name)
+            monkeypatch.setattr(kind, name, lambda owner, *which, old=old: read(owner, *which, old=old))
     return waiting.append
 
 

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from rlstructs.memories.torch import RandomMemory
+from rlstructs.replay import columns as columns_module
 from rlstructs.replay.backing import Folder, Shared
 from rlstructs.replay.columns import Columns, Spec
 from rlstructs.replay.records import AT_ONCE, LARGE, group_columns, width_of
 
 N_LANES, CAPACITY = 3, 1500
+
+
+@pytest.fixture(autouse=True)
+def _records_of_any_size(monkeypatch):
+    """Small stores have records too."""
+    monkeypatch.setattr(columns_module, "LEAST_RECORDS", 0)
+
+
 SPECS = {
     "observations": Spec(np.dtype(np.float32), (17,)),
     "flag": Spec(np.dtype(bool)),
@@ -151,3 +160,22 @@ def test_records_waste_at_most_a_tenth_of_their_memory():
     for group in group_columns(many):
         n_bytes = sum(spec.nbytes for spec in group.values())
         assert n_bytes <= width_of(group.values()) <= min(1.1 * n_bytes, 1024)
+
+
+@pytest.mark.parametrize("order", ["slot", "lane"])
+def test_what_fits_in_a_cache_has_no_records_until_it_has_grown(monkeypatch, order):
+    specs = {name: spec for name, spec in SPECS.items() if name != "object"}
+    least = N_LANES * CAPACITY * width_of([specs[name] for name in RECORD])
+    monkeypatch.setattr(columns_module, "LEAST_RECORDS", least + 1)
+    columns = made(specs=specs, order=order)
+    filled(columns)
+    before = {name: np.array(cells) for name, cells in columns.cells.items()}
+    assert all(rows.flags.c_contiguous for rows in columns.flat.values())
+    assert columns.nbytes == columns.n_rows * columns.nbytes_per_row(specs)
+    columns.resize(CAPACITY + 1)
+    assert [name for name, rows in columns.flat.items() if not rows.flags.c_contiguous] == RECORD
+    assert all((columns.cells[name][:, :CAPACITY] == cells).all() for name, cells in before.items())
+    live = RandomMemory(memory_size=10, num_envs=2)
+    for name in ("observations", "values"):
+        live.create_tensor(name, size=5)
+    assert live.get_tensor_by_name("observations").is_contiguous() and live.tensors_view["values"].is_contiguous()
