@@ -151,9 +151,11 @@ class _Hdf5:
                 raise ValueError(f"{name!r}: has chunks of {chunks}, which are larger than it")
             if packed and nbytes_of_chunk > MARGIN * chunk_nbytes(nbytes):
                 raise ValueError(f"{name!r}: has chunks of {nbytes_of_chunk:,} bytes, which rlstructs never writes")
-        self._datasets[name], self._specs[name] = dataset, (dtype, shape)
         # None if it has no bytes, or does not have them in one piece.
-        self._offsets[name] = None if chunks is not None else dataset.id.get_offset()
+        offset = self._offsets[name] = None if chunks is not None else dataset.id.get_offset()
+        if offset is not None and offset + nbytes > size_of(self._raw):
+            raise ValueError(f"{name!r}: its bytes are not in the file")
+        self._datasets[name], self._specs[name] = dataset, (dtype, shape)
         return dtype, shape
 
     def verify(self) -> None:
