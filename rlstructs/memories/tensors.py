@@ -167,11 +167,6 @@ class Tensors:
         self.check_room(f"tensor {name!r}", [spec])
         self.planned[name], self.dtypes[name] = spec, dtype
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Removes tensors that were planned and could not be allocated."""
-        for name in names:
-            del self.planned[name], self.dtypes[name]
-
     def check_room(self, owner: str, specs: Iterable[Spec]) -> None:
         """Raises OutOfMemoryError unless these tensors fit beside those that are not allocated yet."""
         columns = self.storage.columns
