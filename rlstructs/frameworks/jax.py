@@ -100,7 +100,8 @@ class Jax:
         if isinstance(array, torch.Tensor):
             return _from_tensor(array.clone(), dtype)
         # A copy, because jax aliases host memory, and its arrays must not change.
-        return jax.device_put(np.array(array).view(dtype))
+        [copy] = self.hand_over([np.array(array)], [dtype], jax.config.jax_default_device or jax.devices()[0])
+        return copy
 
     def as_indexes(self, rows: np.ndarray) -> np.ndarray:
         return rows

@@ -48,7 +48,7 @@ def lead_of(
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:
     """Indexes of rows to write together, so that no lane occurs twice, in order."""
-    if np.unique(lanes).size == lanes.size:
+    if (lanes[1:] > lanes[:-1]).all() or np.unique(lanes).size == lanes.size:
         if lanes.size:
             yield slice(None)
         return
@@ -63,4 +63,4 @@ def rounds(lanes: np.ndarray) -> Iterator[Any]:
 def as_slice(lanes: np.ndarray) -> Any:
     """Converts consecutive lanes to a slice, for which a block is written in one copy."""
     first = int(lanes[0])
-    return slice(first, first + lanes.size) if (np.diff(lanes) == 1).all() else lanes
+    return slice(first, first + lanes.size) if (lanes[1:] - lanes[:-1] == 1).all() else lanes

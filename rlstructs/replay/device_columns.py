@@ -72,7 +72,7 @@ class TensorColumns(Columns):
     def _copy_slots(self, name: str, n: int, parts: list[tuple[slice, slice]], by_lane: bool) -> torch.Tensor:
         cells = self.cells[name]
         copy = torch.cat([cells[:, slots] for _, slots in parts], 1)
-        return (copy if by_lane else copy.swapaxes(0, 1)).reshape(-1, *cells.shape[2:])
+        return (copy if by_lane else copy.swapaxes(0, 1)).reshape(n * self.n_lanes, *cells.shape[2:])
 
     def host(self, name: str, values: torch.Tensor) -> np.ndarray:
         """See `Columns.host`."""

@@ -347,3 +347,31 @@ def test_infos_ends_and_linked_observations_are_written_alike_by_a_plan(seed):
         np.testing.assert_equal(np.asarray(quick.done), quick.terminated | quick.truncated)
         np.testing.assert_equal(quick.prev(quick.sample_indices(0)), general.prev(general.sample_indices(0)))
     assert n_quick > 5
+
+
+@pytest.mark.parametrize("n_lanes", [1, 4])
+def test_parts_of_the_environments_single_rows_and_several_rows_are_written_quickly(n_lanes):
+    """Also across the end of the memory, and after a write that leaves lanes out of step."""
+    rng, capacity = np.random.default_rng(n_lanes), 7
+    tensors = {"observations": ("float32", (3,)), "rewards": ("float32", (1,)), "terminated": ("bool", (1,))}
+    quick, other = (make("torch", capacity, n_lanes, tensors) for _ in range(2))
+    n_quick = 0
+    for turn in range(60):
+        left = n_lanes - quick.env_index
+        n = int(rng.integers(0, (capacity if n_lanes == 1 else left) + 1))  # 0 is a row without an axis for lanes
+        n = n_lanes if n_lanes > 1 and turn % 9 == 8 else n
+        lead = (n,) if n else ()
+        row = {
+            "observations": torch.from_numpy(rng.random((*lead, 3), np.float32)),
+            "rewards": torch.from_numpy(rng.random((*lead, 1))),  # float64
+            "terminated": torch.from_numpy(rng.random((*lead, 1)) < 0.3),
+        }
+        version = quick._storage.version
+        quick.add_samples(**row)
+        n_quick += quick._storage.version == version
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepWriter, "write", lambda *_, **__: None)
+            other.add_samples(**row)
+        assert content(quick) == content(other)
+        assert (quick.memory_index, quick.env_index, len(quick)) == (other.memory_index, other.env_index, len(other))
+    assert n_quick >= 58  # the first of them allocates the tensors

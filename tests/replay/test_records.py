@@ -179,3 +179,29 @@ def test_what_fits_in_a_cache_has_no_records_until_it_has_grown(monkeypatch, ord
     for name in ("observations", "values"):
         live.create_tensor(name, size=5)
     assert live.get_tensor_by_name("observations").is_contiguous() and live.tensors_view["values"].is_contiguous()
+
+
+@pytest.mark.parametrize("order", ["slot", "lane"])
+@pytest.mark.parametrize("least", [0, 1 << 40])
+def test_blocks_of_any_layout_are_written_and_copied_right(monkeypatch, order, least):
+    monkeypatch.setattr(columns_module, "LEAST_RECORDS", least)
+    specs = {name: spec for name, spec in SPECS.items() if name != "object"}
+    columns, rng = Columns(N_LANES, 8, order), np.random.default_rng(0)
+    columns.add_all(specs)
+    for name, spec in specs.items():
+        whole = rng.integers(0, 2, size=(N_LANES, 8, *spec.shape)).astype(spec.dtype)
+        wide = rng.integers(0, 2, size=(2 * N_LANES, 8, *spec.shape)).astype(spec.dtype)
+        strided = np.array(whole.T).T  # rows that are not contiguous
+        for values in (whole, wide[::2], strided):
+            columns.put_cells(name, slice(None), slice(None), np.zeros((), spec.dtype))
+            columns.put_cells(name, slice(None), slice(2, 7), values[:, 1:6])
+            columns.put_cells(name, np.array([2, 0]), 7, values[:2, 7])
+            assert (columns.cells[name][:, 2:7] == values[:, 1:6]).all()
+            assert (columns.cells[name][[2, 0], 7] == values[:2, 7]).all() and not columns.cells[name][:, :2].any()
+        cells = np.array(columns.cells[name])
+        for first, n in ((0, 8), (3, 4), (14, 5), (9, 0)):
+            slots = np.arange(first, first + n) % 8
+            [by_lane], [by_step] = (columns.copy_steps([name], first, n, by_lane) for by_lane in (True, False))
+            assert (by_lane == cells[:, slots].reshape(by_lane.shape)).all() and by_lane.flags.c_contiguous
+            assert (by_step == cells[:, slots].swapaxes(0, 1).reshape(by_step.shape)).all()
+            assert len(by_lane) == len(by_step) == N_LANES * n
