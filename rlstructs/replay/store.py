@@ -209,7 +209,7 @@ class Storage(CopiedWhole):
         if self.episodes is None:
             self.version += 1
             self.episodes = Episodes(self.ring, self.columns.order, self._backing)
-            if len(self):
+            if len(self.ring):
                 self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
         return self.episodes
 
