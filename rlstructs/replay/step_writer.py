@@ -252,19 +252,19 @@ class StepWriter:
             lead = heads.size, n_timesteps
             links = {name: np.reshape(value, lead + columns.specs[name].shape) for name, value in links.items()}
             columns.write_links(links, lanes, n_timesteps)
-        if self._has_episodes and n_timesteps > 1:
-            done = np.zeros(n_timesteps, bool) if self.done is None else self.done
-            self._storage.episodes.write(lanes, done[None], head=self._step.head)  # type: ignore[union-attr]
-        elif self._has_episodes:
-            ends = self._mark_ends(lanes)
-            self._flat_pairs[rows] = self._open_pairs[lanes]
-            self._open_pairs[lanes] += self._one_step[lanes]
+        episodes, is_one = self._storage.episodes, n_timesteps == 1
+        if episodes is not None and self.done is not None and not is_one:
+            episodes.write(lanes, self.done[None], head=self._step.head)
+        elif episodes is not None:
+            ends, pairs, step = self._mark_ends(lanes), self._open_pairs[lanes], self._one_step[lanes]
+            self._flat_pairs[rows] = pairs if is_one else pairs + step * np.arange(n_timesteps)
+            self._open_pairs[lanes] += step if is_one else step * n_timesteps
             if ends is not None:
                 self._end(ends, heads[self.done])
         keep_order()
         self._heads[lanes] = self._seen[lanes] = following
-        if self._has_episodes and n_timesteps > 1:
-            self._open_times[:] = self._storage.episodes.open_lengths(ALL)  # type: ignore[union-attr]
+        if episodes is not None and self.done is not None and not is_one:
+            self._open_times[:] = episodes.open_lengths(ALL)
         self._step.advance(lanes, n_timesteps, is_block)
 
     def _mark_ends(self, lanes: Any) -> Any:
