@@ -7,13 +7,12 @@ of the environment, so that they do not depend on the number of processes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import operator
 import random
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +25,6 @@ _ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32 = 0, 1, 2, 3, 4
 _EPISODE, _LIFE = 5, 6  # 4 is also that of `worker_setup.streams`, and 7 is of `envs.env_lives`
 # Seeds below this fit into int32.
 INT32_LIMIT = 2**31
-# The module of numpy's global stream `_rand`.
-MTRAND: Any = np.random.mtrand
 
 
 class EnvSeed(int):
@@ -187,76 +184,24 @@ class PrivateStreams:
     """
 
     def __init__(self) -> None:
-        self._states = _read_others()
-        self._numpy = _NumpyStream.copied()
+        self._states: Any = read_streams()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         has_begun = False
         try:
             with defer_interrupt():
-                before, n_threads, numpys = _read_others(), torch.get_num_threads(), self._numpy.swap()
-                _restore_others(self._states)
+                before, n_threads = read_streams(), torch.get_num_threads()
+                restore_streams(self._states)
                 torch.set_num_threads(1)
                 has_begun = True
             yield
         finally:
             if has_begun:
                 with defer_interrupt():
-                    self._states, self._numpy = _read_others(), numpys.swap()
-                    _restore_others(before)
+                    self._states = read_streams()
+                    restore_streams(before)
                     torch.set_num_threads(n_threads)
-
-
-class _NumpyStream(NamedTuple):
-    """A state of numpy's global stream.
-
-    To read or to write one takes numpy 30 microseconds, and to swap bit generators less than one. That leaves the
-    normal number that the stream keeps for the next draw, which numpy tells only together with the bit generator's
-    state: a `_Stateless` takes its place meanwhile.
-
-    Attributes:
-        bit_generator: the bit generator.
-        kept: `has_gauss` and `gauss`, as `numpy.random.get_state` names them, and other entries.
-    """
-
-    bit_generator: Any
-    kept: dict[str, Any]
-
-    @classmethod
-    def copied(cls) -> _NumpyStream:
-        """A copy of the present state."""
-        state: Any = np.random.get_state(legacy=False)
-        return cls(copy.deepcopy(MTRAND.get_bit_generator()), {**state, **_Stateless().state})
-
-    def swap(self) -> _NumpyStream:
-        """Puts this state in the place of the present one, and returns that; must not be interrupted."""
-        stream, before = MTRAND._rand, MTRAND.get_bit_generator()
-        try:
-            stream._bit_generator = _Stateless()
-            kept = stream.get_state(legacy=False)
-        finally:
-            MTRAND.set_bit_generator(self.bit_generator)
-        if self.kept["has_gauss"]:
-            try:
-                stream._bit_generator = _Stateless()
-                stream.set_state(self.kept)
-            finally:
-                stream._bit_generator = self.bit_generator
-        return _NumpyStream(before, kept)
-
-
-class _Stateless:
-    """Stands for a bit generator whose state is neither read nor written."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """A new dict, to which numpy adds entries."""
-        return {"bit_generator": "", "state": None}
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        """Ignores it."""
 
 
 def _derive_seed(root: int, *key: int) -> int:
@@ -265,29 +210,18 @@ def _derive_seed(root: int, *key: int) -> int:
 
 def read_streams() -> tuple[Any, ...]:
     """The states of the global streams of `random`, numpy and torch, and of those of GPUs that are in use."""
-    pythons, *torchs = _read_others()
-    return pythons, np.random.get_state(), *torchs
-
-
-def _read_others() -> tuple[Any, ...]:
-    """What `read_streams` returns, without numpy's."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return random.getstate(), torch.get_rng_state(), cuda
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def restore_streams(states: tuple[Any, ...]) -> None:
     """Sets the global streams to the states that `read_streams` returned."""
-    np.random.set_state(states[1])
-    _restore_others((states[0], *states[2:]))
-
-
-def _restore_others(states: tuple[Any, ...]) -> None:
-    """Sets the streams to what `_read_others` returned."""
     random.setstate(states[0])
+    np.random.set_state(states[1])
     seed = torch.initial_seed()
-    torch.set_rng_state(states[1])
-    if states[2] is not None:
-        torch.cuda.set_rng_state_all(states[2])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state_all(states[3])
     elif torch.initial_seed() != seed and _has_gpus():  # torch was seeded meanwhile, which seeds GPUs too
         torch.cuda.manual_seed_all(torch.initial_seed())
 
