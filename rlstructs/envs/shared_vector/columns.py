@@ -143,10 +143,9 @@ class Objects:
 
     def batches(self, envs: Sequence[int]) -> Iterator[Any]:
         """Yields each leaf of some environments, batched the way gymnasium does it."""
-        is_whole = len(envs) == self._n_envs
         for leaf, values, empty in zip(self._leaves, self._values, self._empty, strict=True):
-            out = empty if is_whole else create_empty_array(leaf.space, n=len(envs))
-            yield concatenate(leaf.space, values[:] if is_whole else [values[env] for env in envs], out)
+            out = empty if len(envs) == self._n_envs else create_empty_array(leaf.space, n=len(envs))
+            yield concatenate(leaf.space, [values[env] for env in envs], out)
 
 
 class Columns:
