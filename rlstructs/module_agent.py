@@ -203,7 +203,8 @@ class Logits(NamedTuple):
         """Draws like `distribution().sample()`; returns actions and log-probabilities, of one number or bit each."""
         if self.are_bits:
             return _draw_bits(self.logits, self.logits.sigmoid())
-        logits = self.logits.log_softmax(-1)
+        given = self.logits if self.logits.is_floating_point() else self.logits.to(torch.get_default_dtype())
+        logits = given.log_softmax(-1)
         return _draw_numbers(logits, logits.exp())
 
 
@@ -212,7 +213,7 @@ def draw(policy: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
     base: Any = policy
     while type(base) is Independent:  # whose log-probabilities are sums
         base = base.base_dist
-    if type(base) is Categorical:
+    if type(base) is Categorical and "probs" not in vars(base):  # given probabilities may be invalid
         return _draw_numbers(base.logits, base.probs)
     if type(base) is Bernoulli:
         return _draw_bits(base.logits, base.probs)

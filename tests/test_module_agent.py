@@ -427,3 +427,19 @@ NO_AGENTS = {
 def test_a_network_in_the_place_of_an_agent_is_told_of_module_agent(name):
     with pytest.raises(TypeError, match=r"Linear.*ModuleAgent\(module, action_space\)"):
         NO_AGENTS[name]()
+
+
+def test_logits_may_be_whole_numbers():
+    def whole(output):
+        return (output * 50).long()
+
+    _, output = act(Constant([0.0, 1.0, 0.0], whole), spaces.Discrete(3))
+    assert (output["action"] == 1).all() and output["log_prob"].dtype == torch.float32
+
+
+def test_invalid_probabilities_are_drawn_by_torch_which_refuses_them():
+    def invalid(output):
+        return Categorical(probs=output, validate_args=False)
+
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        act(Constant([-3.0, 1.0, 1.0], invalid), spaces.Discrete(3))

@@ -201,7 +201,7 @@ class RowsReader:
         spec = self._specs[name]
         found = array.reshape(math.prod(array.shape[:2]), *spec.shape)
         found[...] = spec.unwritten
-        if self._rows.size:
+        if self._rows.size and array.size:
             at = self._rows - first // math.prod(spec.shape)
             inside = (at >= 0) & (at < len(found))
             found[at[inside]] = self._values[name][inside]

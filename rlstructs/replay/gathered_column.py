@@ -69,7 +69,13 @@ class GatheredColumn(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **settings: Any) -> Any:
         whole = (np.asarray(each) if isinstance(each, GatheredColumn) else each for each in inputs)
-        return getattr(ufunc, method)(*whole, **settings)
+        out = settings.pop("out", ())
+        if all(each is not self for each in out):
+            return getattr(ufunc, method)(*whole, **settings, **({"out": out} if out else {}))
+        own = np.array(self)  # what it shows from then on
+        getattr(ufunc, method)(*whole, out=own, **settings)
+        self._gather = own.__getitem__
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -205,7 +205,7 @@ class Gathering:
 
 def as_items(value: Any, dtype: np.dtype) -> np.ndarray | None:
     """Rows (n, ...) as n numbers, or pieces of memory, which numpy stores far more quickly; None if not."""
-    if type(value) is not np.ndarray or not value.flags.c_contiguous or not dtype.itemsize:
+    if type(value) is not np.ndarray or not (value.ndim and value.flags.c_contiguous and dtype.itemsize):
         return None
     items = value.reshape(-1)
     return items.view(dtype) if dtype.kind == "V" else items

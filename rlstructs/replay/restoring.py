@@ -22,6 +22,8 @@ ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more
 OBJECTS = "objects/"
 # Prefix of the arrays of an inner buffer.
 INNER = "inner/"
+# Bytes of bookkeeping that a load takes without a look at the free memory: of a store, or of each of its rows.
+BYTES_OF_ALL, BYTES_OF_ROW = 1 << 20, 64
 
 
 class SavedArrays:
@@ -112,10 +114,11 @@ def count_bytes(
             n_bytes += spec.nbytes * n_slots  # it gets rows of its own
         elif name not in columns.links and name not in linked:
             n_bytes += spec.nbytes * (n_untouched if is_there else capacity)
-    if not n_bytes:
-        return 0  # finding out what is available takes as long as reading thousands of rows
     read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
-    return n_bytes * columns.n_lanes + sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
+    n_read = sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
+    # Finding out what is available takes as long as reading thousands of rows.
+    is_little = n_read <= max(BYTES_OF_ALL, BYTES_OF_ROW * columns.n_rows)
+    return 0 if is_little and not n_bytes else n_bytes * columns.n_lanes + n_read
 
 
 def make_room(

@@ -56,6 +56,12 @@ class _Column(NamedTuple):
     limits: Mapping[type, tuple[Any, Any]]
 
 
+def has_mark(value: ndarray) -> bool:
+    """Whether a number is not zero; counting bytes is quicker for few of them, but -0.0 has one that is not 0."""
+    is_quick = value.nbytes <= MANY and value.dtype.kind != "f"
+    return value.tobytes().count(0) != value.nbytes if is_quick else bool(count_nonzero(value))
+
+
 class StepWriter:
     """Writes to a store.
 
@@ -174,7 +180,7 @@ class StepWriter:
                 value = None if convert is None else self._convert(name, value, shape, convert)
                 if value is None:
                     return None, ended
-            if is_end and (count_nonzero(value) if value.nbytes > MANY else value.tobytes().count(0) != value.nbytes):
+            if is_end and has_mark(value):
                 ended.append(value)
             values.append(value)
         is_lacking = n_missing and (not fills or n_missing == len(plan))

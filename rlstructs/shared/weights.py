@@ -294,7 +294,7 @@ class LocalOutbox:
         """Copies an object, or a `Parcel` of one; raises if it cannot be pickled."""
         parcel = self._packer.pack(info)
         if self._spare.size != parcel.nbytes:
-            self._spare = np.empty(parcel.nbytes, np.uint8)
+            self._spare = np.zeros(parcel.nbytes, np.uint8)  # exact states keep what lies between tensors
         parcel.write_tensors(self._spare)
         return LocalUpdate(self.version + 1, self._spare, parcel.pickled)
 

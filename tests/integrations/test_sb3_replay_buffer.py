@@ -196,3 +196,18 @@ def test_a_training_gives_the_same_transitions_and_weights(algorithm, env_id, op
     wanted = train(buffers.ReplayBuffer, DummyVecEnv)
     found = train(sb3.ReplayBuffer, sb3.SharedVecEnv, optimize_memory_usage=optimize)
     assert all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_rows_without_a_timeout_have_none_whatever_was_there(debug, monkeypatch):
+    monkeypatch.setenv("RLSTRUCTS_DEBUG", debug)
+    buffer = sb3.ReplayBuffer(2, BOX, spaces.Discrete(2), "cpu")
+
+    def add():
+        buffer.add(np.zeros((1, 3)), np.ones((1, 3)), np.zeros((1, 1)), np.zeros(1), np.ones(1), [{}])
+
+    add(), add()
+    assert buffer.sample(5).dones.tolist() == [[1.0]] * 5
+    buffer.timeouts[:] = 1
+    add(), add()
+    assert buffer.sample(5).dones.tolist() == [[1.0]] * 5

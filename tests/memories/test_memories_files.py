@@ -635,3 +635,14 @@ def test_a_name_that_ends_in_another_format_is_refused(tmp_path):
         with pytest.raises(SpecError, match=message):
             memory.save(tmp_path / name, form)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_csv_file_of_a_tensor_without_numbers_is_loaded_whole(tmp_path):
+    np.savez(tmp_path / "rows.npz", y=np.ones((4, 2, 2), np.float32), x=np.zeros((4, 2, 0), np.float32))
+    memory = make("torch", 4, 2)
+    memory.load(tmp_path / "rows.npz")
+    path = memory.save(tmp_path, format="csv")
+    loaded = make("torch", 4, 2, {"y": ("float32", 2)})
+    add(loaded, "torch", y=np.zeros((2, 2)))
+    loaded.load(path)
+    assert len(loaded) == 8 and (host(loaded.get_tensor_by_name("y")) == 1).all()

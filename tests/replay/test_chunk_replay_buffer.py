@@ -1327,3 +1327,14 @@ def test_a_buffer_whose_tags_came_with_trajectories_loads_its_own_file(tmp_path)
     buffer.save(tmp_path / "b.npz")
     buffer.load(tmp_path / "b.npz")
     assert len(buffer) == 4 and buffer.sample(2, 2).data["x"].tolist() == [[1, 1]] * 2
+
+
+def test_data_that_is_changed_in_place_is_a_copy():
+    buffer = ChunkReplayBuffer(4, 0)
+    buffer.setup_entry("x", np.float32)
+    for number in range(4):
+        buffer.append({"x": float(number)})
+    found = buffer.data["x"]
+    found -= found.mean()
+    assert found.tolist() == [-1.5, -0.5, 0.5, 1.5] and buffer.data["x"].tolist() == [0, 1, 2, 3]
+    assert np.add(found, 1, out=found) is found and found[0] == -0.5

@@ -193,6 +193,15 @@ def test_bfloat16_of_torch_and_jax_stays_what_it_is():
     assert buffer["half"].dtype == torch.bfloat16 and buffer["half"].tolist() == [1.5, -2, 0.5]
 
 
+@pytest.mark.parametrize("sizes", [(7, 1), (7, 2), (7, 2, 3)])
+def test_a_row_of_tensordicts_with_more_batch_axes_keeps_them(sizes):
+    TensorDict = pytest.importorskip("tensordict").TensorDict
+    buffer = made(batch_size=4)
+    buffer.extend(TensorDict({"obs": torch.zeros(*sizes, 5)}, batch_size=sizes))
+    for row in (buffer[1], buffer[-1], buffer[np.int64(2)]):
+        assert row.batch_size == row["index"].shape == sizes[1:]
+
+
 def test_a_tensordict_comes_in_and_leaves_as_one(tmp_path):
     TensorDict = pytest.importorskip("tensordict").TensorDict
     buffer = made(batch_size=4)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from frameworks import ON_HOST, make
+from replay_rows import row as transition
 
 from rlstructs.errors import SpecError
+from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import (
     ChunkReplayBuffer,
     DictTensorPrioritizedReplayBuffer,
@@ -375,3 +377,20 @@ def test_parts_of_the_environments_single_rows_and_several_rows_are_written_quic
         assert content(quick) == content(other)
         assert (quick.memory_index, quick.env_index, len(quick)) == (other.memory_index, other.env_index, len(other))
     assert n_quick >= 58  # the first of them allocates the tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_flag_of_minus_zero_ends_no_episode(dtype):
+    memory = RandomMemory(memory_size=4, num_envs=1, device="cpu")
+    memory.create_tensor("observations", 2)
+    memory.create_tensor("terminated", 1, dtype)
+    for _ in range(3):
+        memory.add_samples(observations=torch.zeros(2), terminated=torch.tensor([-0.0], dtype=dtype))
+    assert memory._storage.episodes.open_lengths(slice(None)).tolist() == [3]
+
+
+def test_an_empty_info_of_a_column_of_objects_is_an_empty_one():
+    buffer = ReplayBuffer(4)
+    for info in ("text", {}):
+        buffer.add(transition(0, info=info))
+    assert list(buffer.get([0, 1], "info")) == ["text", {}]

@@ -12,6 +12,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from rlstructs.debug import is_on
 from rlstructs.replay.columns import Spec
 from rlstructs.replay.row_ids import SLOT
 from rlstructs.replay.step_writer import StepWriter
@@ -132,7 +133,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         block[REWARDS], block[DONES] = np.asarray(reward, FLOAT), np.asarray(done, FLOAT)
         if timeouts is not None:
             block[TIMEOUTS] = np.asarray(timeouts, FLOAT)
-        if self._writer.write(block, None, self._cast, fills=True, live=SPARSE) is None:
+        live = () if self._has_timeouts or is_on() else SPARSE  # debug mode has poisoned them
+        if self._writer.write(block, None, self._cast, fills=True, live=live) is None:
             specs = self._storage.columns.specs
             self._storage.write({name: self._cast(name, block[name], specs[name])[:, None] for name in block})
         self.pos += 1
@@ -212,7 +214,12 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     actions = property(lambda self: self._column(ACTIONS), doc="Actions, (buffer_size, n_envs, ...), a view.")
     rewards = property(lambda self: self._column(REWARDS), doc="Rewards, (buffer_size, n_envs), a view.")
     dones = property(lambda self: self._column(DONES), doc="Ends of episodes, (buffer_size, n_envs), a view.")
-    timeouts = property(lambda self: self._column(TIMEOUTS), doc="Truncations, (buffer_size, n_envs), a view.")
+
+    @property
+    def timeouts(self) -> np.ndarray:
+        """Truncations, (buffer_size, n_envs), a view."""
+        self._has_timeouts = True  # the program may write to it
+        return self._column(TIMEOUTS)
 
 
 @set_module("rlstructs.integrations.sb3")

@@ -242,6 +242,10 @@ class _Ends:
     def read(self) -> np.ndarray:
         """Returns bool (n_rows,), read-only, which later calls may change."""
         storage = self._storage
+        with storage.lock:  # a thread that changes rows has counted it before
+            return self._read(storage)
+
+    def _read(self, storage: Storage) -> np.ndarray:
         ring, columns = storage.ring, storage.columns
         of = ring, columns.layout, storage.counters.notes.item(REWRITES)
         is_same = of == self._of and not is_on()  # poison is written without notice

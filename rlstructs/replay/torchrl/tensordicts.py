@@ -63,7 +63,7 @@ def _to_tensordict(batch: DictTensor, axes: Axes) -> Any:
     """Converts a batch to a `TensorDict`; tensors with fewer axes than the batch are expanded without a copy."""
     n_axes, tree = axes[""], dict(batch.items())
     sizes = next((tensor.shape[:n_axes] for tensor in tree.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
-    if len(sizes) > 1:  # all tensors have an axis of rows
+    if any(tensor.ndim < len(sizes) for tensor in tree.values()):
         tree = {name: _expand(tensor, sizes) for name, tensor in tree.items()}
     made = to_tensordict(tree, sizes, batch.device())
     for name, n in axes.items() if len(axes) > 1 else ():
