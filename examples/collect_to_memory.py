@@ -9,7 +9,7 @@ needs the extra `jax`, and prints what each library gets, and at the end how muc
     warp: observations (64, 4) float32, rewards (64, 1) float32
     torch: 16 sequences of 8 steps, 105 of 128 count
     ...
-    CartPole-v1: 8192 rows of 32 environments, 0.5 MB
+    CartPole-v1: 8192 rows of 32 environments, 0.4 MB
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from clusters import ray_cluster
 from pair_books import Ledger, array
 from pair_worlds import N_ENVS, SEED, create_agent, create_env
 from pairs import Rule, Table
-from processes import worker_pids
+from processes import wait_until_gone, worker_pids
 
 from rlstructs import (
     Checkpoint,
@@ -531,6 +531,8 @@ def run(case):
             assert not fails or case["env"] in WAITS, "no failure was raised"
     del course
     gc.collect()
+    if case["over"] == "Ray":  # which ends its processes after it has said so
+        wait_until_gone(worker_pids() - before)
     left = worker_pids() - before
     assert not left, f"processes are left: {left}"
 
