@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from rlstructs.batcher.batcher import RL_Batcher
     from rlstructs.batcher.lease import Lease
     from rlstructs.checkpoints.checkpoint import Checkpoint
-    from rlstructs.distributed.batcher import RayBatcher
-    from rlstructs.distributed.lease import PartsLease
+    from rlstructs.distributed.batcher import PartsLease, RayBatcher
     from rlstructs.distributed.replay import RayReplay
     from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
@@ -89,7 +88,7 @@ _EXPORTS = {
     "NormalizeObservation": "envs.normalize",
     "NormalizeReward": "envs.normalize",
     "OutOfMemoryError": "errors",
-    "PartsLease": "distributed.lease",
+    "PartsLease": "distributed.batcher",
     "RLError": "errors",
     "RL_Agent": "agent",
     "RL_Agent_CheckDevice": "agent",

@@ -16,7 +16,7 @@ import programs
 import pytest
 from folders import PYTHONPATH
 
-from rlstructs.batcher import start_pool
+from rlstructs.batcher import engine
 from rlstructs.envs.shared_vector import worker_host
 
 # Until the tests are collected: what is made by then stays, and looking at it would take a quarter of the time.
@@ -39,8 +39,8 @@ hypothesis.settings.load_profile("any machine")
 # One fork server for the workers of batchers and of vector environments. It imports what the tests' own modules import,
 # as each worker would otherwise when it unpickles an environment.
 OWN_PRELOAD = worker_host.PRELOAD
-start_pool.PRELOAD = worker_host.PRELOAD = (
-    *start_pool.PRELOAD, *worker_host.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
+engine.PRELOAD = worker_host.PRELOAD = (
+    *engine.PRELOAD, *worker_host.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
     "pytest", "helpers", "processes",
 )  # fmt: skip
 

@@ -28,9 +28,9 @@ from rlstructs.replay import (
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
     VectorReplayBuffer,
-    saving,
 )
-from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.intake.trajectories import Steps
+from rlstructs.replay.keep import saving
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlstructs.replay import TensorStorage
-from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.rows.on_device import TensorColumns
 
 
 class DeviceStorage(TensorStorage):

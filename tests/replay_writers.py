@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.store import Storage
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
 
 CAPACITY, N_WORDS, EPISODE = 512, 64, 7
 # What is added to a checksum, so that a row of zeros is wrong.

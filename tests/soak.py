@@ -37,7 +37,7 @@ from processes import named_memory, worker_pids
 
 from rlstructs import GymEnvInf, RandomAgent, RL_Batcher
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
-from rlstructs.replay.from_trajectories import NAMES as USUAL
+from rlstructs.replay.intake.trajectories import NAMES as USUAL
 from rlstructs.testing import Fault, create_faulty_envs
 
 N_FIELDS = 6  # checksum of the action, environment, generation, episode, step, checksum

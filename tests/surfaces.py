@@ -24,7 +24,7 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.from_trajectories import NAMES, take_trajectories
+from rlstructs.replay.intake.trajectories import NAMES, take_trajectories
 from rlstructs.structures.arrays import raw_of
 
 N_LANES, CAPACITY = 3, 20

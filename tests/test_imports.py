@@ -188,7 +188,7 @@ def loaded_by(statement, modules=HEAVY):
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [
-        ("from rlstructs.workers import pool, loop, preload", set()),
+        ("from rlstructs.workers import pool, loop, fork_server", set()),
         ("import rlstructs", set()),
         ("from rlstructs import DictTensor, TemporalDictTensor, Trajectories", {"torch", "numpy"}),
         ("from rlstructs import RL_Batcher, RL_Agent, VecEnv, replay_agent", {"torch", "numpy"}),
@@ -196,7 +196,7 @@ def loaded_by(statement, modules=HEAVY):
         ("from rlstructs import RayBatcher", {"torch", "numpy"}),
         ("import rlstructs.cli.command", set()),
         ("import rlstructs.memories.torch", {"torch", "numpy"}),
-        ("import rlstructs.replay.store", {"numpy"}),
+        ("import rlstructs.replay.rows.store", {"numpy"}),
         ("import rlstructs.testing", set()),
         ("from rlstructs.testing import check_agent", {"torch", "numpy", "gymnasium"}),
         ("from rlstructs import SharedVectorEnv", {"numpy", "gymnasium"}),

@@ -10,15 +10,15 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_CLASS_LINES = 300, 40, 520
 
 # Kernels of Warp, which have to be one function, and what builds one.
 KERNELS = {
-    "rlstructs/replay/sum_tree.py _draw",
+    "rlstructs/replay/draw/sum_tree.py _draw",
     "rlstructs/returns/kernels.py _make_vtrace",
     "rlstructs/returns/kernels.py _make_vtrace.vtrace",
 }
 # Longer than the limit, and not to grow in number.
 LONG_FUNCTIONS = KERNELS | {
     "rlstructs/envs/shared_vector/shared_vector_env.py SharedVectorEnv.__init__",
-    "rlstructs/replay/saving.py _restorer",
-    "rlstructs/replay/step_writer.py StepWriter.write",
+    "rlstructs/replay/keep/saving.py _restorer",
+    "rlstructs/replay/rows/step_writer.py StepWriter.write",
     "rlstructs/replay/torchrl/buffer.py DictTensorReplayBuffer.__init__",
     "rlstructs/rollout/rollout.py Rollout.run",
     "workers/process.py WorkerProcess.__init__",

@@ -1,21 +1,23 @@
-"""One anonymous block of shared bytes.
-
-On Linux it is a memfd: it has no name in /dev/shm, so it cannot leak, and a container's limit of 64 MB there does not
-apply. Elsewhere it comes from shm_open and is unlinked at once. The block is empty at first, its descriptor travels to
-each worker that starts, and it gets its size once that is known.
-"""
+"""One anonymous block of shared bytes, its descriptor, and how both reach a worker that runs already."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import mmap
 import os
+import pickle
+import resource
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import reduction
+from typing import Any
 
-from rlstructs.workers.descriptors import Descriptor
-from rlstructs.workers.errors import OutOfMemoryError
+import cloudpickle
+
+from rlstructs.workers import pickling
+from rlstructs.workers.errors import OutOfMemoryError, WorkerError
 from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.limits import available_bytes
 from rlstructs.workers.public_names import set_module
@@ -137,3 +139,117 @@ def _unlinked_shm() -> int:
     fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     _posixshmem.shm_unlink(name)
     return fd
+
+
+# Descriptors that this process keeps open for each worker: its pipe, two of its process object, and its pidfd. The
+# second number is how many more it needs while the last worker starts, for the fork server, too.
+PER_WORKER, WHILE_STARTING = 4, 12
+# The errors of a system call that a sandbox forbids, or that the kernel lacks.
+FORBIDDEN = errno.EPERM, errno.EACCES, errno.ENOSYS
+
+
+class Descriptor:
+    """Owns a file descriptor; pickling it into a starting process duplicates it there."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def fileno(self) -> int:
+        if self._fd is None:
+            raise ValueError("the file descriptor is closed")
+        return self._fd
+
+    def close(self) -> None:
+        with defer_interrupt():  # closing it twice might close another file that has got its number
+            if self._fd is not None:
+                fd, self._fd = self._fd, None
+                os.close(fd)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when a program ends
+        if self._fd is not None:
+            close(self._fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_descriptor, (reduction.DupFd(self.fileno()),)
+
+
+def open_pidfd(pid: int) -> Descriptor | None:
+    """Opens a descriptor that becomes readable when a process ends; None if it has ended, or where there is none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return Descriptor(os.pidfd_open(pid))
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, *FORBIDDEN):
+            raise
+        return None
+
+
+def check_enough(n_workers: int) -> None:
+    """Raises WorkerError if this process may not open enough descriptors for `n_workers` more workers."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with contextlib.suppress(OSError):  # there is no /proc
+        left = limit - len(os.listdir("/proc/self/fd"))
+        needed = PER_WORKER * n_workers + WHILE_STARTING
+        if limit != resource.RLIM_INFINITY and needed > left:
+            raise WorkerError(
+                f"{n_workers} workers need {needed} file descriptors, {left} of {limit} are left: raise the limit "
+                "RLIMIT_NOFILE (ulimit -n), or start fewer workers"
+            )
+
+
+def _receive_descriptor(duplicate: Any) -> Descriptor:
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)  # programs that an environment starts must not have it
+    return Descriptor(fd)
+
+
+def pack(thing: Any) -> bytes:
+    """Pickles an object; its `SharedArena`s are named, and have to stay open here until all have attached it."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+    return file.getvalue()
+
+
+def attach(data: bytes) -> Any:
+    """Unpickles what `pack` of another process, or of this one, returned; it lies in the same memory.
+
+    Raises:
+        WorkerError: the memory cannot be opened.
+    """
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def can_attach(data: bytes) -> bool:
+    """Whether `attach` can open the memory; not outside Linux, nor where /proc hides processes (hidepid)."""
+    try:
+        attach(data)
+    except WorkerError:
+        return False
+    return True
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    def persistent_id(self, thing: Any) -> Any:
+        return (os.getpid(), thing.fileno()) if isinstance(thing, SharedArena) else None
+
+
+class _Unpickler(pickling.Unpickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._arenas: dict[tuple[int, int], SharedArena] = {}
+
+    def persistent_load(self, place: tuple[int, int]) -> SharedArena:
+        if place not in self._arenas:
+            self._arenas[place] = SharedArena.of(_open(*place))
+        return self._arenas[place]
+
+
+def _open(pid: int, fd: int) -> Descriptor:
+    if pid == os.getpid():
+        return Descriptor(os.dup(fd))
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        return Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise WorkerError(f"{path}, shared memory of the trainer, cannot be opened: {error.strerror}") from error

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlstructs.workers.futures import Future, gather_values
 from rlstructs.workers.interrupts import forget_last_interrupt
 from rlstructs.workers.loop import close_job
+from rlstructs.workers.messages import Future, gather_values
 from rlstructs.workers.public_names import set_module
 
 

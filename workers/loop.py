@@ -18,6 +18,7 @@ process still holds open.
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import ctypes
 import faulthandler
@@ -30,15 +31,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlstructs.workers import failures, main_module, messages, pickling
+from rlstructs.workers import failures, logs, main_module, messages, pickling
+from rlstructs.workers.arena import Descriptor
 from rlstructs.workers.channel import Channel
-from rlstructs.workers.collector import uncollected_imports
-from rlstructs.workers.descriptors import Descriptor
-from rlstructs.workers.error_hints import add_hint
-from rlstructs.workers.settings import log_records
-from rlstructs.workers.settings.process_settings import SETTINGS, quiet_imports, write_settings
-from rlstructs.workers.start_errors import suggest_next_step
-from rlstructs.workers.termination import leave_sigterm_to
+from rlstructs.workers.errors import suggest_next_step
+from rlstructs.workers.failures import add_note
+from rlstructs.workers.imports import uncollected_imports
+from rlstructs.workers.interrupts import leave_sigterm_to
+from rlstructs.workers.main_module import explain_left_out
+from rlstructs.workers.settings import SETTINGS, quiet_imports, write_settings
 
 # Set to 1 in each worker: W workers with a thread per core each would fight over the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -72,7 +73,7 @@ def run(
     main_pid: int,
 ) -> None:
     """Runs a worker process until it is asked to close or its parent is gone."""
-    log_records.send_records(log.fileno())
+    logs.send_records(log.fileno())
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     unblock_sigint()
@@ -127,7 +128,7 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
                 job = _build(request, index, shared)
             elif isinstance(request, messages.Close):
                 close_job(job)
-                log_records.send_rest(LOG_DELAY)
+                logs.send_rest(LOG_DELAY)
             else:
                 value = getattr(job, request.method)(*request.args)
             reply = messages.Result(value)
@@ -199,7 +200,7 @@ def _build(request: messages.Build, index: int, shared: tuple[Any, ...]) -> Any:
     setup(index)
     with quiet_imports(), uncollected_imports():
         init_worker = None if request.init_worker is None else loads(request.init_worker)
-    with log_records.keep_new_handlers():
+    with logs.keep_new_handlers():
         if init_worker is not None:
             init_worker(index)
     with quiet_imports(), uncollected_imports():
@@ -221,7 +222,7 @@ def _make_failure(error: BaseException) -> failures.Failure:
 
 
 def _reply(channel: Channel, reply: Any) -> None:
-    log_records.send_rest()  # first: the reply makes the parent read the log
+    logs.send_rest()  # first: the reply makes the parent read the log
     try:
         if isinstance(reply, bytes):
             channel.send_framed(messages.frame(reply))
@@ -235,3 +236,19 @@ def _reply(channel: Channel, reply: Any) -> None:
         sys.stdout.flush()
     except (AttributeError, ValueError, OSError):
         pass  # stdout is closed, or there is none
+
+
+NO_TERMINAL = (
+    "a worker has no terminal: debug in the main process, with n_processes=0 of a batcher or n_workers=0 of a "
+    "SharedVectorEnv"
+)
+
+
+def add_hint(error: BaseException) -> None:
+    """Adds advice to an exception that was raised in this worker, if there is advice for it."""
+    if isinstance(error, bdb.BdbQuit) and not error.args:  # raised by breakpoint()
+        error.args = (NO_TERMINAL,)
+    elif isinstance(error, EOFError) and "when reading a line" in str(error):  # raised by input()
+        add_note(error, NO_TERMINAL)
+    elif isinstance(error, NameError) and (why := explain_left_out(error.name or "")):
+        add_note(error, f"{error.name!r} of the script was not sent to this worker: {why}")

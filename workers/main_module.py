@@ -112,7 +112,7 @@ class ScriptNames:
         self._find_errors: dict[str, str] = {}
 
     def loads(self, data: bytes) -> Any:
-        """Unpickles a value of `script_pickling`, and adds the script's names that came with it to the module."""
+        """Unpickles a value of `script`, and adds the script's names that came with it to the module."""
         loader = _Loader(self, data)
         value, names = loader.load(), loader.load()
         for name, named in names.items():

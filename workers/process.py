@@ -10,14 +10,20 @@ from collections import deque
 from typing import Any
 
 from rlstructs.workers import interrupts, loop, messages, pickling, start
+from rlstructs.workers.arena import FORBIDDEN, Descriptor, open_pidfd
 from rlstructs.workers.channel import Channel, milliseconds_until
-from rlstructs.workers.descriptors import FORBIDDEN, Descriptor, open_pidfd
-from rlstructs.workers.errors import WorkerCrashed, WorkerError, WorkerTimeout, describe_exit, strip_traceback
+from rlstructs.workers.errors import (
+    StartError,
+    WorkerCrashed,
+    WorkerError,
+    WorkerTimeout,
+    describe_exit,
+    strip_traceback,
+    suggest_next_step,
+)
 from rlstructs.workers.failures import Failure
-from rlstructs.workers.futures import Future
-from rlstructs.workers.messages import State
-from rlstructs.workers.settings.log_records import LogPipe
-from rlstructs.workers.start_errors import StartError, suggest_next_step
+from rlstructs.workers.logs import LogPipe
+from rlstructs.workers.messages import Future, State
 
 # Seconds to wait for an exit code: a fork server sends it a little after the pipe has ended.
 EXIT_CODE_DELAY = 1.0

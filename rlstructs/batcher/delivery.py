@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlstructs.batcher import out_argument
-from rlstructs.batcher.batch import ROW_INFO, Batch
+from rlstructs.batcher import arguments as out_argument
 from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.equal_actions import EqualActions
 from rlstructs.batcher.lease import BaseLease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.batcher.transport import ROW_INFO, Batch
 from rlstructs.errors import StateError
 from rlstructs.shared.reading import specs_of_steps
 from rlstructs.structures.trajectories import Trajectories

@@ -1,4 +1,4 @@
-"""`Engine`: runs rollouts in workers, behind `RL_Batcher`."""
+"""`Engine`: starts workers and runs rollouts in them, behind `RL_Batcher`."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from rlstructs.batcher.arguments import RunSettings, count_awaited
-from rlstructs.batcher.batch import Batch
-from rlstructs.batcher.fed import Fed, call_weakly
+from rlstructs.batcher.feed import Fed, call_weakly
 from rlstructs.batcher.metrics import Meter
-from rlstructs.batcher.start_pool import start_pool
 from rlstructs.batcher.supervisor import Supervisor
-from rlstructs.batcher.transport import SlotTransport, Transport
+from rlstructs.batcher.transport import Batch, SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
+from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.seeding import seeds_argument
+from rlstructs.seeding import PrivateStreams, seed_worker_streams, seeds_argument
 from rlstructs.shared import weights
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import SlotBuffers
+from rlstructs.shared.slots import SlotBuffers
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.workers import SharedArena
-from rlstructs.workers.attaching import pack
-from rlstructs.workers.futures import Future
+from rlstructs.worker_setup.setup import WorkerSetup
+from rlstructs.workers import InlinePool, SharedArena, WorkerPool
+from rlstructs.workers.arena import pack
 from rlstructs.workers.interrupts import defer_interrupt
-from rlstructs.workers.pool_protocol import Pool
+from rlstructs.workers.messages import Future
+from rlstructs.workers.pickle_errors import explain_pickle_error
+from rlstructs.workers.pool import Pool
 
 
 class Outbox(Protocol):
@@ -382,3 +383,37 @@ def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: in
     blocks = [range(end - size * n_envs, end) for size, end in zip(sizes, ends, strict=True)]
     n_elems = n_envs * sum(sizes)
     return Contents(Layout(n_elems, n_timesteps, specs.observation, specs.action, info), blocks, n_envs, specs.hint)
+
+
+# The modules that the fork server imports before it forks workers.
+PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")
+
+
+def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
+    """Starts workers and builds their jobs; with no processes, builds one job in this one.
+
+    Raises:
+        TypeError: an object of the user cannot be sent to a worker; the message names it.
+        WorkerError: a worker could not start.
+        Exception: what building a job raised.
+    """
+    try:
+        if run.n_processes == 0:
+            factory = JobFactory(settings.with_copied_arguments())
+            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
+        return WorkerPool(
+            run.n_processes,
+            JobFactory(settings),
+            shared=shared,
+            start_method=run.start_method,
+            timeout=run.timeout,
+            preload=PRELOAD,
+            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
+            init_worker=run.init_worker,
+            name="rlstructs-worker",
+        )
+    except Exception as error:
+        objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
+        if why := explain_pickle_error(objects):
+            raise TypeError(why) from error
+        raise

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import torch
 
-from rlstructs.batcher.batch import ROW_INFO, Batch
 from rlstructs.batcher.engine import Engine
-from rlstructs.batcher.fed import Fed, FedByWorkers, FedHere
+from rlstructs.batcher.feed import Fed, FedByWorkers, FedHere
 from rlstructs.batcher.lifecycle import Lifecycle
-from rlstructs.batcher.transport import SlotTransport
+from rlstructs.batcher.transport import ROW_INFO, Batch, SlotTransport
 from rlstructs.errors import SpecError, StateError
-from rlstructs.replay.from_trajectories import POLICY_VERSION
+from rlstructs.replay.intake.trajectories import POLICY_VERSION
 from rlstructs.rollout.feeding import FedMemory, Feed
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.reading import specs_of_steps
@@ -23,7 +22,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers import SharedArena
-from rlstructs.workers.attaching import pack
+from rlstructs.workers.arena import pack
 
 # The lifecycle of the batcher that feeds a memory, by its store, or by the memory if it has none in this process.
 _fed: weakref.WeakKeyDictionary[Any, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()

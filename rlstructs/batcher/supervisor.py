@@ -15,16 +15,16 @@ from typing import Any
 
 from rlstructs.batcher.arguments import RESTART
 from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, describe_times
-from rlstructs.envs.env_results import find_step
+from rlstructs.envs.stepping import find_step
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.probe import JobDescription
-from rlstructs.shared.slot_buffers import SlotBuffers
+from rlstructs.shared.slots import SlotBuffers
 from rlstructs.workers import WorkerError
-from rlstructs.workers.futures import Future, find_failures, gather_values
 from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt
-from rlstructs.workers.pool_protocol import Pool
+from rlstructs.workers.messages import Future, find_failures, gather_values
+from rlstructs.workers.pool import Pool
 
 logger = logging.getLogger("rlstructs")
 

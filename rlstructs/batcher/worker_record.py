@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlstructs.rollout.progress import Clock
-from rlstructs.workers.futures import Future
+from rlstructs.workers.messages import Future
 
 # The fields of a clock, which a record's state holds too.
 CLOCK_FIELDS = tuple(each.name for each in dataclasses.fields(Clock))

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlstructs.checkpoints.folder import CheckpointFolder, step_of
-from rlstructs.checkpoints.manifest import read_identity, read_manifest, write_manifest
+from rlstructs.checkpoints.folder import CheckpointFolder, read_identity, read_manifest, step_of, write_manifest
 from rlstructs.checkpoints.preemption import Preemption
 from rlstructs.checks import check_count
 from rlstructs.errors import FileError, SpecError, StateError

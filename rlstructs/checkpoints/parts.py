@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rlstructs.batcher import saving
-from rlstructs.batcher.base import BatcherBase
+from rlstructs.batcher.batcher import RL_Batcher
+from rlstructs.batcher.state import check_between_rollouts, give_up, plan_load
 from rlstructs.checkpoints import in_place
-from rlstructs.checkpoints.fitting import check_fits
+from rlstructs.checkpoints.in_place import check_fits
 from rlstructs.checkpoints.random_states import collect_states, plan_states
 from rlstructs.checkpoints.trees import load_tree, save_tree
 from rlstructs.checks import clean_text
@@ -143,20 +143,20 @@ class BatcherPart(TreePart):
     turn = 1
 
     def __init__(self, label: str, owner: Any, exact: bool | str) -> None:
-        if not isinstance(owner, BatcherBase):
+        if not isinstance(owner, RL_Batcher):
             raise TypeError(f"{label} must be an RL_Batcher or RayBatcher, got a {type(owner).__name__}")
         super().__init__(label)
         self._owner, self._exact = owner, exact
 
     def _collect(self) -> Any:
-        saving.check_between_rollouts(self._owner._life, self._owner._delivery, "save")
+        check_between_rollouts(self._owner._life, self._owner._delivery, "save")
         return self._owner.state_dict(exact=self._exact)
 
     def _plan(self, tree: Any) -> Restore:
-        return saving.plan_load(self._owner._engine, self._owner._life, tree)
+        return plan_load(self._owner._engine, self._owner._life, tree)
 
     def back_up(self) -> Callable[[], None]:
-        return lambda: saving.give_up(self._owner._life)
+        return lambda: give_up(self._owner._life)
 
 
 class ExtraPart(TreePart):

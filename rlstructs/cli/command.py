@@ -325,7 +325,7 @@ def _write(options: argparse.Namespace, settings: Settings, collected: Collected
 
 def _info(options: argparse.Namespace) -> int:
     if options.system:
-        from rlstructs.cli.system import describe_system
+        from rlstructs.cli.report import describe_system
 
         lines = describe_system()
     else:

@@ -1,8 +1,11 @@
-"""The output of the command line: summaries, plots, and descriptions of files."""
+"""The output of the command line: summaries, plots, descriptions of files, and what a bug report needs."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import os
+import platform
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +14,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rlstructs import __version__
 from rlstructs.checks import LONGEST_NAME, clean_text
-from rlstructs.cli.checkpoints import describe_checkpoints, has_checkpoints
-from rlstructs.cli.states import describe_state, read_state
+from rlstructs.cli.states import describe_checkpoints, describe_state, has_checkpoints, read_state
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
-from rlstructs.files.parts import list_parts
+from rlstructs.files.segments import list_parts
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.rollout_files import RolloutFolder
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.limits import available_bytes, n_cores
+from rlstructs.workers.start import default_start_method
 
 if TYPE_CHECKING:
     from rlstructs.cli.collect import Collected, Settings
+
 
 # File ending -> the module needed to write it, besides torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
@@ -342,3 +348,34 @@ def _spread(values: torch.Tensor) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h5py", "matplotlib", "ray", "minari")
+
+
+def describe_system() -> Iterator[str]:
+    """Yields a line for each thing; imports none of the packages but torch, which knows of CUDA."""
+    yield f"rlstructs: {__version__}"
+    yield f"python: {platform.python_version()} ({platform.python_implementation()})"
+    for package in PACKAGES:
+        try:
+            yield f"{package}: {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{package}: not installed"
+    yield f"platform: {platform.platform()}"
+    yield f"cores: {n_cores()} of {os.cpu_count()}"
+    available = available_bytes()
+    yield f"memory available: {'unknown' if available is None else f'{available / 1e9:,.1f} GB'}"
+    yield f"start method: {default_start_method()}"
+    yield f"CUDA available: {_cuda()}"
+
+
+def _cuda() -> str:
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return "no"
+        return f"yes, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, version {torch.version.cuda}"
+    except Exception as error:
+        return f"unknown, {type(error).__name__}: {error}"

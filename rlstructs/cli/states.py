@@ -1,4 +1,4 @@
-"""Describes the saved state of a batcher."""
+"""Describes checkpoints, and the saved state of a batcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlstructs.batcher.state_dict import FORMAT
+from rlstructs.batcher.state import FORMAT
+from rlstructs.checkpoints.folder import LATEST, MANIFEST, CheckpointFolder, read_manifest
 from rlstructs.checks import LONGEST_NAME, clean_text
 from rlstructs.errors import FileError
 from rlstructs.files.opening import is_of_system, open_file
@@ -65,3 +66,24 @@ def _describe(path: Path, state: dict[str, Any], size: str) -> Iterator[str]:
 def _text(value: Any) -> str:
     """A value of a file, which may hold control sequences for the terminal, as text."""
     return clean_text(str(value), LONGEST_NAME)
+
+
+def has_checkpoints(path: Path) -> bool:
+    """Whether this is a checkpoint, or a folder of some."""
+    return path.is_dir() and ((path / MANIFEST).exists() or (path / LATEST).exists())
+
+
+def describe_checkpoints(path: Path) -> Iterator[str]:
+    """Describes a checkpoint, or all in a folder, line by line.
+
+    Raises:
+        FileError, FileNotFoundError: it is damaged.
+    """
+    for checkpoint in [path] if (path / MANIFEST).exists() else CheckpointFolder(path).find_all():
+        step, parts = read_manifest(checkpoint)
+        nbytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+        yield f"{checkpoint}: checkpoint of step {step:,}, {nbytes / 1e6:,.2f} MB"
+        for label, entry in parts.items():
+            where = clean_text(str(entry.get("file", entry.get("folder"))), LONGEST_NAME)
+            kind = f", a {clean_text(str(entry['class']), LONGEST_NAME)}" if "class" in entry else ""
+            yield f"  {clean_text(label, LONGEST_NAME)}: {where}{kind}"

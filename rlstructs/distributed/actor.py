@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlstructs.workers import pickling
-from rlstructs.workers.collector import uncollected_imports
 from rlstructs.workers.errors import RemoteTraceback, WorkerError
 from rlstructs.workers.failures import RAISED, Failure
+from rlstructs.workers.imports import uncollected_imports
 from rlstructs.workers.messages import Call
 
 BUILD = "build"

@@ -11,30 +11,49 @@
 
 A node answers requests in the order in which they came. Actors are not detached: they end with the trainer, and worker
 processes end with their actor.
+
+`PartsLease`: a rollout that stays in the object store until it is released.
+
+    with batcher.lease() as (parts, n_running):
+        for part in parts:
+            frames = part["observation/frame"]  # numpy, read-only
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.batcher.arguments import RAISE, RunSettings
+from rlstructs.batcher.arguments import RAISE, RESTART, RunSettings
 from rlstructs.batcher.batcher import RL_Batcher
-from rlstructs.batcher.engine import Engine
+from rlstructs.batcher.engine import Engine, find_contents
+from rlstructs.batcher.lease import BaseLease
 from rlstructs.checks import check_count, other_words
 from rlstructs.distributed import cluster
-from rlstructs.distributed.engine import start_ray_engine
-from rlstructs.distributed.lease import PartsLease
-from rlstructs.distributed.node_parts import NodePartsBatch
+from rlstructs.distributed.node_job import NodeSettings
+from rlstructs.distributed.node_parts import NodePartsBatch, Part
+from rlstructs.distributed.pool import NodePool
+from rlstructs.distributed.supervisor import NodeSupervisor
+from rlstructs.distributed.transport import Broadcast, NodeTransport
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.worker_setup import registry
+from rlstructs.worker_setup.setup import read_libraries
+from rlstructs.workers import pickling
+from rlstructs.workers.pickle_errors import explain_pickle_error
 from rlstructs.workers.public_names import set_module
+from rlstructs.workers.script import PickledWithScript
+from rlstructs.workers.settings import SETTINGS, read_settings
 
 
 @set_module("rlstructs")
@@ -183,3 +202,112 @@ def split_processes(n_processes: int, n_nodes: int) -> list[int]:
     """
     n_nodes = min(n_nodes, n_processes)
     return [n_processes // n_nodes + (node < n_processes % n_nodes) for node in range(n_nodes)]
+
+
+@set_module("rlstructs")
+class PartsLease(BaseLease):
+    """A rollout without a copy; `RayBatcher.lease` makes it.
+
+    Use it in a `with` block, or `release` it. Arrays that are kept longer do not change, but their object store is not
+    freed.
+
+    Attributes:
+        n_running: the number of environments that still run.
+    """
+
+    released = "the lease has been released; `get` gives what may be kept"
+
+    @property
+    def parts(self) -> list[Part]:
+        """One `Part` per node, in the order of the nodes.
+
+        Raises:
+            StateError: the lease has been released.
+        """
+        parts: list[Part] = self.content
+        return parts
+
+
+def start_ray_engine(
+    settings: JobSettings, run: RunSettings, debug: bool, sizes: Sequence[int], placement: cluster.Placement
+) -> tuple[NodePool, Engine]:
+    """Starts nodes, and the engine that runs rollouts on them.
+
+    Args:
+        settings, run, debug: see `start_engine`.
+        sizes: the number of workers of each node.
+        placement: where nodes run.
+
+    Raises:
+        Exception: what the constructor of `RayBatcher` raises.
+    """
+    ends = itertools.accumulate(sizes)
+    job_arguments = [(slice(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
+    pool = NodePool(_pickle_settings(settings, run, debug), job_arguments, sizes, placement, run.timeout)
+    try:
+        policy, n_rollouts = run.on_worker_failure, run.run_ahead + 1
+        supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead)
+        layout, blocks, n_envs, hint = find_contents(supervisor, settings, run.n_timesteps)
+
+        def send_infos(infos: Mapping[str, DictTensor]) -> None:
+            data = pickling.dumps(infos)
+            pool.check_connection()
+            supervisor.send_infos(cluster.share(data, len(data)))
+
+        transport = NodeTransport(layout, blocks, n_rollouts, send_infos, pool.cut, debug, policy == RESTART)
+        check = StoreCheck(pool, transport, n_rollouts)
+        check.check()
+        engine = Engine(settings, supervisor, transport, Broadcast(check.check_update), n_envs)
+        engine.hint = hint
+        return pool, engine
+    except BaseException:
+        with contextlib.suppress(Exception):
+            pool.close()
+        raise
+
+
+def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> bytes:
+    """Pickles the settings that the nodes' engines are made from."""
+    try:
+        sent = NodeSettings(settings, run, debug, registry.read_registry(), read_settings(SETTINGS), read_libraries())
+        return pickling.dumps(PickledWithScript(sent))
+    except Exception as error:
+        if why := explain_pickle_error({"init_worker": run.init_worker} | settings.objects()):
+            raise TypeError(why) from error
+        raise
+
+
+class StoreCheck:
+    """Checks that object stores can hold the rollouts, the updates that nodes have not taken yet, and the next one.
+
+    Args:
+        pool: the nodes.
+        transport: the transport of their rollouts.
+        n_rollouts: the most rollouts of one node that are under way.
+    """
+
+    def __init__(self, pool: NodePool, transport: NodeTransport, n_rollouts: int) -> None:
+        self._pool, self._transport, self._n_rollouts = pool, transport, n_rollouts
+        self._update_nbytes = 0  # of the largest update so far
+
+    def check(self) -> None:
+        """Raises OutOfMemoryError if an object store is too small."""
+        here, layout = cluster.this_machine(), self._transport.layout
+        needs: Counter[str] = Counter()
+        for node, block in zip(self._pool.nodes, self._transport.blocks, strict=True):
+            n_bytes = dataclasses.replace(layout, n_slots=len(block)).nbytes * self._n_rollouts
+            needs.update(dict.fromkeys({here, node.node_id}, n_bytes if n_bytes > cluster.INLINE else 0))
+        for node_id in needs:
+            needs[node_id] += (self._n_rollouts + 1) * self._update_nbytes
+        cluster.check_store("rollouts and updates", needs)
+
+    def check_update(self, n_bytes: int) -> None:
+        """Raises OutOfMemoryError if there is no room for updates of this size, WorkerError without a connection."""
+        self._pool.check_connection()
+        if n_bytes > max(cluster.INLINE, self._update_nbytes):
+            before, self._update_nbytes = self._update_nbytes, n_bytes
+            try:
+                self.check()
+            except BaseException:
+                self._update_nbytes = before
+                raise

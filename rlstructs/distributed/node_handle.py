@@ -13,7 +13,7 @@ from typing import Any
 
 from rlstructs.distributed.actor import BUILD, Columns
 from rlstructs.errors import WorkerError
-from rlstructs.workers.futures import Future
+from rlstructs.workers.messages import Future
 
 
 class Bell:

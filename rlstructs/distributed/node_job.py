@@ -12,17 +12,17 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from rlstructs.batcher.arguments import RunSettings
-from rlstructs.batcher.batch import Batch
 from rlstructs.batcher.engine import start_engine
 from rlstructs.batcher.evaluation import Rounds
-from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
-from rlstructs.batcher.transport import SlotTransport
+from rlstructs.batcher.exact_state import EngineState, load_engine_state, take_engine_state
+from rlstructs.batcher.transport import Batch, SlotTransport
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.node_state import NodeState, OwnState
+from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Standing
 from rlstructs.rollout.job import FailureGuard
+from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs
 from rlstructs.shared.slot_columns import columns_of
@@ -30,10 +30,10 @@ from rlstructs.shared.slots import STATE, Slots
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.library_settings import write_libraries
 from rlstructs.worker_setup.registry import Registered
+from rlstructs.worker_setup.setup import write_libraries
 from rlstructs.workers import pickling
-from rlstructs.workers.settings.process_settings import SETTINGS, write_settings
+from rlstructs.workers.settings import SETTINGS, write_settings
 
 Found = TypeVar("Found")
 
@@ -315,3 +315,67 @@ def _raise(found: Found | Exception) -> Found:
 def _take_rows(info: DictTensor, rows: slice) -> DictTensor:
     """Copies these rows of an info; an empty one stays empty."""
     return info if info.empty() else info.slice(rows.start, rows.stop).clone()
+
+
+class OwnState(NamedTuple):
+    """What a node knows beside its engine.
+
+    Attributes:
+        infos: `agent_info` and `env_info`, as they were last set.
+        agent_info: what the next rollout begins with; None for the one in force.
+        all_ended: whether every environment has ended.
+        new_episodes: environments whose episodes began anew, which the trainer was not told yet.
+    """
+
+    infos: dict[str, DictTensor]
+    agent_info: DictTensor | None
+    all_ended: bool
+    new_episodes: set[int]
+
+
+class NodeState(NamedTuple):
+    """The state of a node's job; has what `JobState` has.
+
+    Attributes:
+        engine: the state of its engine.
+        own: what it knows beside.
+    """
+
+    engine: EngineState
+    own: OwnState
+
+    @property
+    def begins_episodes(self) -> bool:
+        """False: where new episodes begin in its workers, the node itself sees to it."""
+        return False
+
+    @property
+    def names(self) -> list[str]:
+        """See `JobState`."""
+        return [name for job in self.engine.jobs for name in job.names]
+
+    @property
+    def methods(self) -> list[str]:
+        """See `JobState`."""
+        return [method for job in self.engine.jobs for method in job.methods]
+
+    @property
+    def why(self) -> str:
+        """See `JobState`."""
+        return next((job.why for job in self.engine.jobs if job.why), "")
+
+    @property
+    def last_update(self) -> Parcel | None:
+        """See `JobState`."""
+        return self.engine.trainer.update
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as a dict of lists and tensors, without the last update, which the trainer keeps."""
+        trainer = self.engine.trainer._replace(update=None)
+        return {"workers": [job.as_dict() for job in self.engine.jobs], **dumps((trainer, self.own)).as_tensors()}
+
+    @classmethod
+    def of_dict(cls, state: Mapping[str, Any]) -> NodeState:
+        """The state of what `as_dict` returned."""
+        trainer, own = loads(Pickled.of_tensors(state))
+        return cls(EngineState(trainer, [JobState.of_dict(job) for job in state["workers"]]), own)

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.transport import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.shared.layout import Layout

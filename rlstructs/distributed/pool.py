@@ -1,4 +1,4 @@
-"""`NodePool`: a `Pool` whose workers are actors of Ray."""
+"""`NodePool`: a `Pool` whose workers are actors of Ray, and the errors for what happens on nodes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Any
 from rlstructs.distributed import cluster
 from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor, NodeFailure, Place
 from rlstructs.distributed.cluster import Placement
-from rlstructs.distributed.node_errors import make_crash_error, make_job_error, make_loss_error
 from rlstructs.distributed.node_handle import Bell, Node, Request, wait_for_ring
-from rlstructs.errors import WorkerCrashed, WorkerError, WorkerTimeout
-from rlstructs.workers import pickling
+from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
+from rlstructs.workers import failures, pickling
 from rlstructs.workers.errors import strip_traceback
-from rlstructs.workers.futures import Future, gather_values
-from rlstructs.workers.import_path import get_import_path
+from rlstructs.workers.imports import get_import_path
 from rlstructs.workers.interrupts import defer_interrupt, forget_last_interrupt
-from rlstructs.workers.messages import Call
+from rlstructs.workers.messages import Call, Future, gather_values
 
 logger = logging.getLogger("rlstructs")
 
@@ -387,3 +385,31 @@ class NodePool:
         """Says that a node was not placed in time, and what it needs."""
         return (f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
                 f"and free are {cluster.import_ray().available_resources()}")  # fmt: skip
+
+
+def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:
+    """Makes the error for a reply that says that a node's oldest request failed; `place` says where: "on node 0"."""
+    error = reply.failure.to_exception(reply.worker_index, node.requests[0].asked.label)
+    if isinstance(error, WorkerError):
+        error.args, error.worker_index = (f"{place}: {error}",), reply.worker_index
+    else:
+        failures.add_note(error, place)
+    return error
+
+
+def make_crash_error(node: Node, losses: str, error: Exception) -> WorkerError:
+    """Makes the error for a node that is gone, from Ray's error; `losses` says what is gone with it."""
+    label = node.requests[0].asked.label
+    crashed = WorkerCrashed(f"{node} is gone, with {losses}; last request: {label}", node.workers.start)
+    crashed.__cause__ = error.with_traceback(None)
+    return crashed
+
+
+def make_loss_error(node: Node, error: Exception) -> Exception:
+    """Makes the error for a lost reply of a node that still runs, from Ray's error."""
+    text = f"the reply of {node} to {node.requests[0].asked.label!r} is lost"
+    lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
+    if cluster.is_full(error):
+        lost = OutOfMemoryError(f"{text}: its machine's object store is full: {error}")
+    lost.__cause__ = error.with_traceback(None)
+    return lost

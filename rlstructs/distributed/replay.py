@@ -11,8 +11,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +25,22 @@ import torch
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import cluster, replay_files
 from rlstructs.distributed.actor import Columns
-from rlstructs.distributed.replay_feed import ReplayFeed
-from rlstructs.distributed.shard import DATA, INDEX, LEAF, Dtypes, ShardSettings, columns_of
-from rlstructs.distributed.shard_pool import ShardPool
+from rlstructs.distributed.node_handle import Bell, Node
+from rlstructs.distributed.pool import NodePool
+from rlstructs.distributed.shard import DATA, INDEX, LEAF, ROW, Dtypes, Kind, ShardSettings, columns_of
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.expand import AVOID_ENDS
-from rlstructs.replay.from_trajectories import NAMES, STATES, Names, Steps, find_names, take_trajectories
-from rlstructs.replay.priorities import exponent, importance_weights, largest_of, limit_of
-from rlstructs.replay.values import host_array, real_numbers
-from rlstructs.replay.widening import cast
+from rlstructs.replay.draw.expand import AVOID_ENDS
+from rlstructs.replay.draw.priorities import exponent, importance_weights, largest_of, limit_of
+from rlstructs.replay.intake.arrays import host_array, real_numbers
+from rlstructs.replay.intake.trajectories import NAMES, STATES, Names, Steps, find_names, take_trajectories
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.widening import cast
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers import pickling
-from rlstructs.workers.futures import Future
 from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.messages import Future
 from rlstructs.workers.public_names import set_module
 
 FORMAT, VERSION = "rlstructs.RayReplay", 1
@@ -395,3 +398,79 @@ class RayReplay:
         for shard, sample in zip(shards, samples, strict=True):
             sample.columns["/" + INDEX] = sample.columns["/" + INDEX] * self._n_shards + shard
         return samples[0].dtypes, [sample.columns for sample in samples]
+
+
+@dataclass(frozen=True)
+class ReplayFeed:
+    """What `RL_Batcher.feed` needs of a `RayReplay`, whose rows are in no process that could be written to.
+
+    Args:
+        names: as of `take_trajectories`.
+    """
+
+    names: Names
+    storage: None = None
+
+    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
+        """Those that the memory was made with, or those of `extend` where it was made with none."""
+        return dict(self.names(keys) if callable(self.names) else self.names)
+
+
+class ShardPool(NodePool):
+    """The actors of a `RayReplay`; a pickled copy asks the same actors."""
+
+    noun = "shard"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy waits for none of these requests, and starts no actors.
+        nodes = [dataclasses.replace(node, requests=deque()) for node in self.nodes]
+        return {**vars(self), "nodes": nodes, "_settings": None, "_lock": None, "_bell": None, "_connection": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock, self._bell = threading.RLock(), Bell()
+        self._connection = cluster.read_connection()
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """The last report of each shard; see `Shard.report`."""
+        return [node.report for node in self.nodes]
+
+    def refresh(self) -> None:
+        """Asks every shard for a report."""
+        self.gather(self.ask("report"))
+
+    def ask_idle(self, busy: list[int]) -> None:
+        """Asks the other shards for reports, unless they are to reply anyway; does not wait for them."""
+        self.ask("report", only=[node.index for node in self.nodes if not (node.index in busy or node.requests)])
+
+    def find_dtypes(self) -> Dtypes:
+        """The dtypes of the tensors, by name; {} as long as no shard has rows."""
+        if not any(report["dtypes"] for report in self.reports):
+            self.refresh()  # other trainers may have added the first rows
+        found: Dtypes = next((report["dtypes"] for report in self.reports if report["dtypes"]), {})
+        return found
+
+    def split_draws(self, n: int, kind: Kind, rng: np.random.Generator) -> list[int]:
+        """Splits `n` draws among the shards, in proportion to the sums of their priorities, one in each n-th of it all.
+
+        Raises:
+            SpecError: there is nothing to draw.
+        """
+        while any(kind not in report["sums"] for report in self.reports):
+            self.gather(self.ask("add_kind", kind))
+        sums = np.array([report["sums"][kind] for report in self.reports])
+        if not sums.sum() > 0:
+            what = "rows" if kind == ROW else f"windows of {kind[0]} rows"
+            raise SpecError(f"nothing to sample: there are no {what}, or none has a priority above zero")
+        ends = np.cumsum(sums)
+        points = (np.arange(n) + rng.random(n)) / n * ends[-1]
+        shards = np.minimum(np.searchsorted(ends, points, side="right"), np.flatnonzero(sums)[-1])
+        counts: list[int] = np.bincount(shards, minlength=len(sums)).tolist()
+        return counts
+
+    def _describe_place(self, node: Node) -> str:
+        return f"on {node}"
+
+    def _describe_losses(self, node: Node) -> str:
+        return "its rows"

@@ -20,7 +20,7 @@ from rlstructs.errors import FileError
 from rlstructs.files import json_text
 from rlstructs.files.layout import replace_file
 from rlstructs.files.opening import name_damage, read_bytes
-from rlstructs.replay.claims import generator_in
+from rlstructs.replay.keep.checks import generator_in
 
 HEADER = "replay.json"
 NAME = re.compile(rf"shard-\d+-[0-9a-f]{{8}}\.{FORMAT}")

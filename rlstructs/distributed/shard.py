@@ -15,9 +15,9 @@ import torch
 from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
-from rlstructs.replay import expand
-from rlstructs.replay.from_trajectories import STATES, Steps
-from rlstructs.replay.span import Span
+from rlstructs.replay.draw import expand
+from rlstructs.replay.intake.trajectories import STATES, Steps
+from rlstructs.replay.rows.span import Span
 from rlstructs.structures.arrays import raw_of, tensor_of
 
 # The columns that describe drawn rows.

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.worker_record import CLOCK_FIELDS, RolloutOrder, WorkerRecord, describe_times
-from rlstructs.distributed.node_state import NodeState
+from rlstructs.distributed.node_job import NodeState
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
-from rlstructs.workers.futures import Future
+from rlstructs.workers.messages import Future
 
 # The counters of failures in the state of a worker, and the fields of a new clock.
 RESTARTS, LOST, ENV_RESTARTS = "restarts", "lost_rollouts", "env_restarts"

@@ -1,20 +1,24 @@
-"""Brings rollouts from nodes to the trainer."""
+"""Brings rollouts from nodes to the trainer, and updates of agents to the nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from rlstructs.batcher.transport import Transport
 from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.distributed import cluster
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.node_parts import NodePartsBatch, Part, PartBuilder
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import ALL_ROLLOUTS
+from rlstructs.shared.slots import ALL_ROLLOUTS
+from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import raw_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.messages import Future
 
 
 class NodeTransport(Transport):
@@ -100,3 +104,39 @@ class NodeTransport(Transport):
         infos: Columns = {f"{name}/{key}": raw_of(tensor)[rows]
                           for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
         return self._builder.build_lost(node, infos, rows.size)
+
+
+class Broadcast:
+    """An `Outbox` whose updates go to nodes.
+
+    Args:
+        check_size: called with the size of an update, in bytes, before it is sent; raises if it does not fit.
+
+    Attributes:
+        version: the number of updates so far.
+    """
+
+    def __init__(self, check_size: Callable[[int], None]) -> None:
+        self._check_size, self.version = check_size, 0
+
+    def pack(self, info: Any) -> Any:
+        """Returns what to send for an update, or a `Parcel` of one: its bytes, or a reference to the object store.
+
+        Raises:
+            OutOfMemoryError: an object store is too small.
+            Exception: `info` cannot be pickled.
+        """
+        parcel = info if isinstance(info, Parcel) else Parcel.of(info)
+        n_bytes = parcel.nbytes + len(parcel.pickled)
+        self._check_size(n_bytes)
+        return cluster.share((self.version + 1, parcel.as_bytes()), n_bytes)
+
+    def record_sent(self, packed: Any, requests: list[Future]) -> None:
+        """Counts the update."""
+        self.version += 1
+
+    def read_last(self) -> None:
+        """None: nodes have the last update."""
+
+    def forget(self, workers: Collection[int]) -> None:
+        """Does nothing: Ray knows which node still needs which update."""

@@ -9,10 +9,9 @@ import gymnasium
 
 from rlstructs.checks import hint_wrapper
 from rlstructs.envs.array_values import as_numpy
-from rlstructs.envs.env_results import read_reset
-from rlstructs.envs.shared_vector.description import innermost
-from rlstructs.envs.space_tree import are_equal
-from rlstructs.envs.spaces import space_of_array
+from rlstructs.envs.shared_vector.arguments import innermost
+from rlstructs.envs.spaces import are_equal, space_of_array
+from rlstructs.envs.stepping import read_reset
 from rlstructs.errors import SpecError
 from rlstructs.seeding import PrivateStreams
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.envs.env_results import find_env_name
+from rlstructs.envs.stepping import find_env_name
 from rlstructs.errors import SpecError
 
 logger = logging.getLogger("rlstructs")

@@ -14,14 +14,13 @@ from rlstructs.checks import other_words
 from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.env_list import check_envs, check_new, find_observation_space
 from rlstructs.envs.env_lives import EnvLives, LivesRule, next_stream
-from rlstructs.envs.env_results import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.info_columns import InfoColumns, InfoKeys
+from rlstructs.envs.observation_columns import FLAGS, RowLayout
 from rlstructs.envs.reset_options import split_options
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
-from rlstructs.envs.row_layout import FLAGS, RowLayout
 from rlstructs.envs.single_env import Episode, SingleEnv
-from rlstructs.envs.space_tree import copy_sample, nest
-from rlstructs.envs.spaces import example_value
+from rlstructs.envs.spaces import copy_sample, example_value, nest
+from rlstructs.envs.stepping import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target

@@ -12,20 +12,189 @@ when it replies. An evaluation uses the shared statistics and gathers nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from rlstructs.checks import check_names, check_number
-from rlstructs.envs.normalizing_env import NormalizingEnv
-from rlstructs.envs.row_env import NO_ROWS, Step
-from rlstructs.envs.row_layout import RAW_REWARD, is_reserved
-from rlstructs.envs.scale import Scale
-from rlstructs.envs.vec_env import VecEnv
-from rlstructs.errors import SpecError
-from rlstructs.shared.packing import RECORD, Packing, Rows
+from rlstructs.envs.env_lives import LivesRule
+from rlstructs.envs.observation_columns import RAW_REWARD, is_reserved
+from rlstructs.envs.row_adapter import row_env
+from rlstructs.envs.row_env import (
+    NO_ROWS,
+    RowDefaults,
+    SharedStatistics,
+    Step,
+    load_statistics,
+    step_pairs,
+    take_statistics,
+)
+from rlstructs.envs.single_env import SingleEnv
+from rlstructs.envs.vec_env import NO_INFO, VecEnv
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.moments import Moments
+from rlstructs.shared.packing import RECORD, Packing, Rows, Target
+from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
+
+
+class NormalizingEnv(RowDefaults):
+    """Wraps a `VecEnv` and normalises some of its columns.
+
+    Subclasses choose the columns in `_make_scales`, and normalise rows in place or extend them.
+
+    Args:
+        env: any `VecEnv`. Public attributes that the wrapper lacks are read from it.
+    """
+
+    def __init__(self, env: VecEnv) -> None:
+        if not isinstance(env, VecEnv):
+            raise TypeError(f"{type(self).__name__} needs a VecEnv, such as GymEnvInf, got {type(env).__name__}")
+        self._wrapped, self._env = env, row_env(env)
+        self._running = np.arange(env.n_envs())
+        # By the name of their statistics; None until an observation shows which keys there are.
+        self._scales: dict[str, Scale] | None = None
+        self._loaded: tuple[Mapping[str, Moments], bool] | None = None
+        if (example := self._env.example()) is not None:
+            self._prepare(example.packing)
+
+    def n_envs(self) -> int:
+        """Number of environments, E."""
+        return self._env.n_envs()
+
+    @property
+    def may_idle(self) -> bool:
+        """See `RowEnv.may_idle`."""
+        return self._env.may_idle
+
+    @property
+    def absent_rows(self) -> np.ndarray:
+        """See `RowEnv.absent_rows`."""
+        return self._env.absent_rows
+
+    @property
+    def defers_resets(self) -> bool:
+        """See `RowEnv.defers_resets`; always False around a wrapper that is no `RowEnv`, such as `DeviceEnv`."""
+        return self._env.defers_resets
+
+    def example(self) -> Rows | None:
+        """See `RowEnv.example`."""
+        example = self._env.example()
+        return None if example is None else self._add_keys(example)
+
+    def shared_statistics(self) -> SharedStatistics:
+        """The wrapper itself."""
+        return self
+
+    def single_envs(self) -> Sequence[SingleEnv]:
+        """See `RowEnv.single_envs`."""
+        return self._env.single_envs()
+
+    def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
+        """Resets the environment; see `VecEnv.reset`."""
+        return self.reset_rows(env_info).tensors(), torch.arange(self.n_envs(), device="cpu")
+
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        """Steps the environment; see `VecEnv.step`."""
+        running = torch.from_numpy(self._running.copy())
+        return step_pairs(self.step_rows(action), running)
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+    def reset_rows(self, env_info: DictTensor) -> Rows:
+        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        rows = self._env.reset_rows(env_info)
+        if self._scales is None:
+            self._prepare(rows.packing)
+        self._running = np.arange(self.n_envs())
+        return self._normalize_first(rows)
+
+    def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
+        """See `RowEnv.revive_rows`."""
+        which, rows = self._env.revive_rows(which)
+        still_running, self._running = self._running, np.union1d(self._running, which)
+        return which, self._normalize_restarted(rows, still_running)
+
+    @property
+    def failed_rows(self) -> np.ndarray:
+        """See `RowEnv.failed_rows`."""
+        return self._env.failed_rows
+
+    def set_lives(self, rule: LivesRule | None) -> None:
+        """See `RowEnv.set_lives`."""
+        self._env.set_lives(rule)
+
+    def take_restarts(self) -> dict[int, int]:
+        """See `RowEnv.take_restarts`."""
+        return self._env.take_restarts()
+
+    def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
+        """Does what `step` does, and returns rows that stay valid until the next step; `target` is not used."""
+        step = self._normalize_step(self._env.step_rows(action))
+        if step.kept is not None:
+            self._running = self._running[step.kept]
+        return step
+
+    def take_statistics(self) -> dict[str, Moments]:
+        """Takes what was gathered since the last call, by name, including the statistics of wrapped environments."""
+        own = {name: scale.take() for name, scale in (self._scales or {}).items()}
+        inner = take_statistics(self._env)
+        if twice := own.keys() & inner.keys():
+            raise SpecError(f"{type(self).__name__}: {min(twice)!r} is normalised twice")
+        return {**inner, **own}
+
+    def load_statistics(self, statistics: Mapping[str, Moments], frozen: bool = False) -> None:
+        """Normalises by these statistics from now on.
+
+        Args:
+            statistics: by name, as `RL_Batcher.statistics` returns them.
+            frozen: whether to gather nothing from now on.
+
+        Raises:
+            MissingKeyError, SpecError: one is missing, or has another shape.
+        """
+        if self._scales is None:
+            self._loaded = statistics, frozen
+        for name, scale in (self._scales or {}).items():
+            if name not in statistics:
+                raise MissingKeyError(f"statistics: there are none of {name!r}, only of {sorted(statistics)}")
+            scale.load(statistics[name], frozen)
+        load_statistics(self._env, statistics, frozen)
+
+    def _prepare(self, packing: Packing) -> None:
+        self._scales = self._make_scales(packing)
+        if self._loaded is not None:
+            self.load_statistics(*self._loaded)
+
+    def _make_scales(self, packing: Packing) -> dict[str, Scale]:
+        """Makes the scale of every column that is normalised, by the name of its statistics."""
+        raise NotImplementedError
+
+    def _normalize_first(self, rows: Rows) -> Rows:
+        """Normalises the first observations of all environments."""
+        raise NotImplementedError
+
+    def _normalize_restarted(self, rows: Rows, still_running: np.ndarray) -> Rows:
+        """Normalises the first observations of environments that were reset while others were `still_running`."""
+        return self._normalize_first(rows)
+
+    def _normalize_step(self, step: Step) -> Step:
+        """Normalises a step."""
+        raise NotImplementedError
+
+    def _add_keys(self, rows: Rows) -> Rows:
+        """Adds the keys of the wrapper's own columns to rows."""
+        return rows
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._wrapped, name)
+
 
 # With this many keys or more, it is faster to build the arrays of all columns at once.
 MANY = 8
@@ -238,3 +407,82 @@ def _check_positive(name: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise SpecError(f"{name} must be above 0 and finite, got {value}")
     return float(value)
+
+
+# Bytes of rows to keep before counting them, all at once, which takes a hundredth of the time.
+BLOCK = 1 << 18
+
+
+class Scale:
+    """Normalises the values of one key, and gathers their statistics.
+
+    Args:
+        name: of the statistics, for messages.
+        shape: of a row.
+        epsilon: added to the variance.
+        clip: normalised values lie in [-clip, clip]; None for no limit.
+        is_centred: whether the mean is subtracted.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], epsilon: float, clip: float | None, is_centred: bool = True
+    ) -> None:
+        self._name, self._shape, self._epsilon, self._clip, self._is_centred = name, shape, epsilon, clip, is_centred
+        self._is_frozen = False
+        # The statistics of all workers; those gathered since the last `take`; and those taken before all workers
+        # had any.
+        self._known = self._gathered = self._early = Moments.none(shape)
+        self._pending: list[np.ndarray] = []
+        self._n_bytes = 0
+        self._use(self._known)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Counts rows."""
+        if self._is_frozen or not len(rows):
+            return
+        self._pending.append(rows.copy())
+        self._n_bytes += rows.nbytes
+        if not self._known.count:  # there are no shared statistics yet: use those of this worker
+            self._count()
+            self._use(self._early.merge(self._gathered))
+        elif self._n_bytes >= BLOCK:
+            self._count()
+
+    def apply(self, rows: np.ndarray) -> None:
+        """Normalises rows in place."""
+        values = np.subtract(rows, self._mean, dtype=np.float64) if self._is_centred else rows
+        if self._clip is None:
+            np.multiply(values, self._factor, out=rows, casting="same_kind", dtype=np.float64)
+            return
+        scaled = np.multiply(values, self._factor, dtype=np.float64)
+        np.maximum(scaled, -self._clip, out=scaled)
+        np.minimum(scaled, self._clip, out=rows, casting="same_kind")
+
+    def take(self) -> Moments:
+        """Takes what was gathered since the last call."""
+        self._count()
+        gathered, self._gathered = self._gathered, Moments.none(self._shape)
+        if not self._known.count:
+            self._early = self._early.merge(gathered)
+        return gathered
+
+    def load(self, known: Moments, frozen: bool) -> None:
+        """Normalises by these statistics from now on; if frozen, gathers nothing."""
+        if known.mean.shape != self._shape:
+            raise SpecError(f"statistics: {self._name!r} has shape {known.mean.shape}, expected {self._shape}")
+        self._known, self._is_frozen = known, frozen
+        self._count()
+        self._use(known if known.count or frozen else self._early.merge(self._gathered))
+
+    def _use(self, moments: Moments) -> None:
+        self._mean, self._factor = moments.mean, 1 / np.sqrt(moments.variance + self._epsilon)
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            gathered = self._gathered.merge(Moments.of(np.concatenate(self._pending)))
+        self._pending, self._n_bytes = [], 0
+        if not np.isfinite(gathered.m2).all():  # every later value would be NaN, in every worker
+            raise SpecError(f"environment: {self._name!r} has values that are not finite: they have no variance")
+        self._gathered = gathered

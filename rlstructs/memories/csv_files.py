@@ -19,11 +19,11 @@ from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import name_damage, open_file, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING_NAME, RowsReader, check_sizes, check_tensors
-from rlstructs.replay import saving
-from rlstructs.replay.claims import check_counters
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.span import Span
-from rlstructs.replay.values import to_bits
+from rlstructs.replay.intake.arrays import to_bits
+from rlstructs.replay.keep import saving
+from rlstructs.replay.keep.checks import check_counters
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.span import Span
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from rlstructs.memories.intake import Intake, convert_steps, write_steps
 from rlstructs.memories.tensors import Tensors
-from rlstructs.replay.from_trajectories import POLICY_VERSION, Steps, take_trajectories
-from rlstructs.replay.store import Storage
+from rlstructs.replay.intake.trajectories import POLICY_VERSION, Steps, take_trajectories
+from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 
 

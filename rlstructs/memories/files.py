@@ -12,7 +12,7 @@ from rlstructs.files import layout
 from rlstructs.files.archives import Archive
 from rlstructs.files.opening import is_of_system, open_file
 from rlstructs.memories import csv_files, skrl_files
-from rlstructs.replay import saving
+from rlstructs.replay.keep import saving
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory

@@ -12,13 +12,13 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
 from rlstructs.memories.tensors import Tensors, find_ends
-from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.from_trajectories import Steps
-from rlstructs.replay.ring import InStep
-from rlstructs.replay.roles import ENDS
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import Storage
-from rlstructs.replay.values import encoded, find_marks, host_array, host_arrays, to_bits
+from rlstructs.replay.intake.arrays import encoded, find_marks, host_array, host_arrays, to_bits
+from rlstructs.replay.intake.roles import ENDS
+from rlstructs.replay.intake.trajectories import Steps
+from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.lanes import InStep
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import Storage
 
 # A function with the arguments of `Storage.write`.
 Write = Callable[..., None]

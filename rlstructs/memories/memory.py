@@ -18,11 +18,11 @@ from rlstructs.memories.intake import Intake
 from rlstructs.memories.restoring import MemoryForm
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.buffer import Stored
-from rlstructs.replay.claims import plain_state
-from rlstructs.replay.from_trajectories import take_trajectories
-from rlstructs.replay.span import find_starts
-from rlstructs.replay.streams import Stream
-from rlstructs.replay.values import generator_of, row_ids
+from rlstructs.replay.draw.streams import Stream
+from rlstructs.replay.intake.arrays import generator_of, row_ids
+from rlstructs.replay.intake.trajectories import take_trajectories
+from rlstructs.replay.keep.checks import plain_state
+from rlstructs.replay.rows.span import find_starts
 
 
 class Memory(Stored, ABC):

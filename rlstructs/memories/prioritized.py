@@ -9,9 +9,9 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.memories.sampling import Fits, RandomMemory
-from rlstructs.replay.claims import Claims, whole
-from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.span import Selection, Span
+from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.keep.checks import Claims, whole
+from rlstructs.replay.rows.span import Selection, Span
 
 
 class PrioritizedMemory(RandomMemory):

@@ -13,10 +13,10 @@ from rlstructs.checks import clean_text
 from rlstructs.errors import FileError
 from rlstructs.files.archives import Reader
 from rlstructs.memories.tensors import Tensors
-from rlstructs.replay.claims import dtype_called, row_shape, whole
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
-from rlstructs.replay.restoring import (
+from rlstructs.replay.draw.priorities import DRAWN_ROWS, FOLLOWED_STEPS, TREE_LEAVES
+from rlstructs.replay.intake.roles import ENDS
+from rlstructs.replay.keep.checks import dtype_called, row_shape, whole
+from rlstructs.replay.keep.restoring import (
     EPISODES,
     MORE,
     RING,
@@ -26,9 +26,9 @@ from rlstructs.replay.restoring import (
     make_room,
     restore_columns,
 )
-from rlstructs.replay.roles import ENDS
-from rlstructs.replay.saving import Arrays, Contents, Form, Found, require_room
-from rlstructs.replay.store import Storage
+from rlstructs.replay.keep.saving import Arrays, Contents, Form, Found, require_room
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory

@@ -12,11 +12,11 @@ import numpy as np
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
-from rlstructs.replay import expand
-from rlstructs.replay.expand import EPISODE_ENDS
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw import expand
+from rlstructs.replay.draw.expand import EPISODE_ENDS
+from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.rows.span import Selection, Span, Uniform, draw_fitting
+from rlstructs.replay.rows.store import Storage
 
 # Returns which of these rows a window may begin with, bool.
 Fits = Callable[[np.ndarray], np.ndarray]

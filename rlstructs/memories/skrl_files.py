@@ -25,7 +25,7 @@ from rlstructs.files.opening import name_damage, open_file
 from rlstructs.memories import csv_files
 from rlstructs.memories.restoring import RowsReader, check_complete, check_tensors, find_dtype, refill
 from rlstructs.memories.tensors import Tensors
-from rlstructs.replay.columns import Spec
+from rlstructs.replay.rows.columns import Spec
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,17 +19,15 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
-from rlstructs.memories.spaces import n_elements
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.counters import EXPOSED
-from rlstructs.replay.device_columns import TensorColumns
-from rlstructs.replay.episodes import BYTES_PER_ROW
-from rlstructs.replay.from_trajectories import add_version, find_names
-from rlstructs.replay.roles import ENDS
-from rlstructs.replay.row_ids import SLOT
-from rlstructs.replay.span import Selection
-from rlstructs.replay.store import Storage
-from rlstructs.replay.values import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
+from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
+from rlstructs.replay.intake.roles import ENDS
+from rlstructs.replay.intake.trajectories import add_version, find_names
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.episodes import BYTES_PER_ROW
+from rlstructs.replay.rows.lanes import EXPOSED, SLOT
+from rlstructs.replay.rows.on_device import TensorColumns
+from rlstructs.replay.rows.span import Selection
+from rlstructs.replay.rows.store import Storage
 
 LOG = logging.getLogger("rlstructs")
 
@@ -439,3 +438,35 @@ def _as_shape(size: Any) -> tuple[int, ...]:
     if not isinstance(size, (tuple, list)):
         raise SpecError(f"size must be a tuple or a list to keep its dimensions, got {size!r}")
     return tuple(check_count("size", n) for n in size)
+
+
+def n_elements(size: Any) -> int:
+    """Counts the numbers in a row of this size.
+
+    The size is an int, a list of ints, whose product counts, or a space. A Discrete space has one number, its value;
+    Dict and Tuple spaces have the sum of their members.
+
+    Raises:
+        TypeError, SpecError: the size is something else.
+    """
+    if isinstance(size, (tuple, list)):
+        return math.prod(check_count("size", n) for n in size)
+    if isinstance(size, (bool, int, np.integer, float, str)):
+        return check_count("size", size)
+    return check_count("size", _n_elements_of_space(size))
+
+
+def _n_elements_of_space(space: Any) -> int:
+    from gymnasium import spaces
+
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)):
+        return math.prod(space.shape)
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        members = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return sum(_n_elements_of_space(member) for member in members)
+    if isinstance(space, spaces.Space):
+        try:
+            return int(spaces.flatdim(space))
+        except (NotImplementedError, ValueError) as error:
+            raise SpecError(f"size: the space {space} has no fixed number of elements") from error
+    raise TypeError(f"size must be an int, a list of ints, a gymnasium space or None, got {space!r}")

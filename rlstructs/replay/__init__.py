@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from rlstructs.replay.array_dict import ArrayDict, Batch
+    from rlstructs.replay.leave.array_dict import ArrayDict, Batch
     from rlstructs.replay.rlberry.chunks import ChunkBatch, ChunkReplayBuffer
     from rlstructs.replay.tianshou.cached import CachedReplayBuffer
     from rlstructs.replay.tianshou.hindsight import HERReplayBuffer, HERVectorReplayBuffer
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     )
 
 _EXPORTS = {
-    "ArrayDict": "array_dict",
-    "Batch": "array_dict",
+    "ArrayDict": "leave.array_dict",
+    "Batch": "leave.array_dict",
     "CachedReplayBuffer": "tianshou.cached",
     "ChunkBatch": "rlberry.chunks",
     "ChunkReplayBuffer": "rlberry.chunks",

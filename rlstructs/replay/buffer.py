@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.replay import saving
-from rlstructs.replay.claims import Claims
-from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.copies import CopiedWhole
-from rlstructs.replay.export import Exporter
-from rlstructs.replay.intake import Intake
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.saving import Form
-from rlstructs.replay.span import Span
-from rlstructs.replay.store import Storage
-from rlstructs.replay.streams import Stream
-from rlstructs.replay.values import generator_of
+from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.draw.streams import Stream
+from rlstructs.replay.intake.arrays import generator_of
+from rlstructs.replay.intake.intake import Intake
+from rlstructs.replay.keep import saving
+from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.keep.saving import Form
+from rlstructs.replay.leave.export import Exporter
+from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.copies import CopiedWhole
+from rlstructs.replay.rows.span import Span
+from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 
 # The arrays of a file by name, and a function that restores what was checked.

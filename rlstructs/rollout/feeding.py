@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from rlstructs.replay.from_trajectories import POLICY_VERSION
-from rlstructs.replay.store import Storage
+from rlstructs.replay.intake.trajectories import POLICY_VERSION
+from rlstructs.replay.rows.store import Storage
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

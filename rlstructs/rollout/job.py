@@ -31,13 +31,11 @@ from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns
 from rlstructs.seeding import PrivateStreams, life_seed, seed_global_streams
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.packing import Rows
-from rlstructs.shared.slot_buffers import SlotBuffers
-from rlstructs.shared.slots import Slots
+from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.workers.arena import SharedArena
-from rlstructs.workers.attaching import attach, can_attach
+from rlstructs.workers.arena import SharedArena, attach, can_attach
 from rlstructs.workers.loop import close_job
 
 
@@ -120,12 +118,12 @@ class RolloutJob:
         """Makes later rollouts write their steps to a memory, too.
 
         Args:
-            packed: a `Feed`, or None for no memory, packed by `rlstructs.workers.attaching`.
+            packed: a `Feed`, or None for no memory, packed by `rlstructs.workers.arena`.
         """
         self._feed = attach(packed)
 
     def can_attach(self, packed: bytes) -> bool:
-        """Whether this process can open the shared memory of the main process; see `rlstructs.workers.attaching`."""
+        """Whether this process can open the shared memory of the main process; see `rlstructs.workers.arena`."""
         return can_attach(packed)
 
     def _attach_groups(self) -> None:

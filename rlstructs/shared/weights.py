@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from rlstructs.workers.arena import SharedArena
-from rlstructs.workers.futures import Future
 from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.messages import Future
 from rlstructs.workers.pickling import Unpickler
 
 # Bytes: every tensor starts at a multiple of this.

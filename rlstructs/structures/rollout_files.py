@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rlstructs.errors import FileError
-from rlstructs.files.parts import list_parts, part_path
+from rlstructs.files.segments import list_parts, part_path
 from rlstructs.structures.trajectories import Trajectories
 
 # Rollouts are gathered until they have so many bytes.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.files.parts import list_parts
+from rlstructs.files.segments import list_parts
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import Structure, check_parts, show_fields

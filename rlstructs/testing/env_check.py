@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -33,8 +33,6 @@ from rlstructs.testing.checked_gymnasium import (
     seed_next_reset,
 )
 from rlstructs.testing.env_source import BY_RESET, EnvSource, close, env_source
-from rlstructs.testing.final_observations import FinalObservations
-from rlstructs.testing.separate_streams import check_separate_streams
 from rlstructs.testing.space_check import check_declared
 
 # What `episodes` and `evaluate` read from observations.
@@ -291,3 +289,125 @@ def _first_difference(stream: Stream, other: Stream) -> str | None:
                 came = show(theirs[key]) if key in theirs and theirs[key].shape != mine[key].shape else "other values"
                 return f"{key!r} of {label} ({show(mine[key])}, then {came})"
     return None
+
+
+# Environments that do the same for `N_STEPS` steps, with each of `N_SEEDS` seeds, are taken to share a stream.
+N_SEEDS, N_STEPS = 10, 8
+
+
+class ParallelRun(Protocol):
+    """Runs several environments with the same actions."""
+
+    def run_in_parallel(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
+        """Returns the observations until an episode ends; None if environments differ, or if there is only one."""
+        ...
+
+
+def check_separate_streams(source: EnvSource, run: ParallelRun, seed: int) -> None:
+    """Raises SpecError if all environments do the same with every seed, although the seed changes what they do."""
+    if not source.is_new or source.seeded_by == BY_RESET:  # each environment gets its own seed then
+        return
+    traces = []
+    for k in range(N_SEEDS):
+        trace = run.run_in_parallel(source, seed + k, N_STEPS)
+        if trace is None:
+            return
+        traces.append(trace)
+    if any(_differ(traces[0], trace) for trace in traces[1:]):
+        raise SpecError(
+            f"{source.name}: all its environments do the same when they get the same actions, with each of {N_SEEDS} "
+            "seeds, although the seed changes what they do: give every environment a seed of its own, such as seed + k"
+        )
+
+
+def _differ(one: list[DictTensor], other: list[DictTensor]) -> bool:
+    if len(one) != len(other):
+        return True
+    pairs = zip(one, other, strict=True)
+    return any(not equal(tensor, theirs[key]) for mine, theirs in pairs for key, tensor in mine.items())
+
+
+# Keys that say how a step went; the others hold what the agent sees.
+NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
+# How many episodes must have ended before it is an error that all their ends look wrong.
+MIN_ENDS = 2
+
+
+class FinalObservations:
+    """Compares each final observation with the first observation of the next episode.
+
+    Now and then an episode may end in the state in which the next one begins. If every episode does, the observation
+    of the reset has replaced the final one.
+
+    Args:
+        name: of the environment, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._n_same = self._n_others = 0
+        # What the agent saw last, and the environments that its rows belong to.
+        self._seen, self._rows = DictTensor(), np.zeros(0, np.int64)
+        # By environment: the last two observations of an episode that ended, until the next step starts another one.
+        self._ended: dict[int, tuple[DictTensor, DictTensor]] = {}
+
+    def begin(self, observation: DictTensor) -> None:
+        """Starts anew, after a reset of all environments."""
+        self._ended = {}
+        self._see(np.arange(observation.n_elems()), observation)
+
+    def step(self, before: torch.Tensor, after: DictTensor, left: torch.Tensor, following: DictTensor) -> None:
+        """Compares the episodes that end or begin in a step.
+
+        Args:
+            before, after: the environments that were stepped, and what the step led to.
+            left, following: those that still run, and what the agent sees of them next.
+        """
+        done = done_of(after)
+        if done is None:
+            return
+        rows, place = before.tolist(), {env: row for row, env in enumerate(left.tolist())}
+        for row, env in enumerate(rows):
+            if env in self._ended:
+                self._compare(*self._ended.pop(env), _row(after, row))
+            elif done[row] and env in place:
+                seen, final = self._seen_of(env), _row(after, row)
+                first = following.slice(place[env], place[env] + 1)
+                if "initial_state" in first and not bool(first["initial_state"]):  # the next step starts it
+                    self._ended[env] = seen, final.clone()
+                else:
+                    self._compare(seen, final, _row(following, place[env]))
+        self._see(left.numpy(), following)
+
+    def check(self) -> None:
+        """Raises SpecError if every final observation equalled the first one of the next episode."""
+        if self._n_same >= MIN_ENDS and not self._n_others:
+            raise SpecError(
+                f"{self._name}: the final observations of {self._n_same} episodes equal the first ones of the next "
+                "episodes: the reset has overwritten the observation that the step led to; copy it before the reset "
+                "(to 'final_obs' if the autoreset mode is SameStep)"
+            )
+
+    def _compare(self, before: DictTensor, final: DictTensor, first: DictTensor) -> None:
+        if _same(before, final):
+            return  # nothing can be concluded from a step that changed nothing
+        if _same(final, first):
+            self._n_same += 1
+        else:
+            self._n_others += 1
+
+    def _see(self, envs: np.ndarray, observation: DictTensor) -> None:
+        self._seen, self._rows = observation.clone(), envs.copy()
+
+    def _seen_of(self, env: int) -> DictTensor:
+        return _row(self._seen, int(np.searchsorted(self._rows, env)))
+
+
+def _row(observation: DictTensor, row: int) -> DictTensor:
+    """What the agent sees in one row: all keys but those of `NOT_SEEN` and last actions."""
+    kept = [key for key in observation if key not in NOT_SEEN and key.partition("/")[0] != "last_action"]
+    return observation.get(kept).slice(row, row + 1)
+
+
+def _same(one: DictTensor, other: DictTensor) -> bool:
+    return all(equal(tensor, other[key]) for key, tensor in one.items())

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.workers.settings.on_import import after_import
+from rlstructs.workers.settings import after_import
 
 # First element of these spawn keys; `seeding` has those of other streams.
 KEY = 4

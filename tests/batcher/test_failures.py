@@ -36,7 +36,7 @@ from rlstructs import (
     WorkerError,
     WorkerTimeout,
 )
-from rlstructs.batcher.batch import Batch
+from rlstructs.batcher.transport import Batch
 from rlstructs.testing import Fault, create_faulty_envs
 from rlstructs.workers.pool import CLOSE_DELAY
 from rlstructs.workers.process import WorkerProcess

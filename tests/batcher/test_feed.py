@@ -24,11 +24,11 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.ring import HEAD, Ring
+from rlstructs.replay.rows.lanes import HEAD, Ring
 from rlstructs.rollout.feeding import Feed
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 from rlstructs.testing.faulty_env import checksum_of
-from rlstructs.workers import attaching
+from rlstructs.workers import arena
 
 T = 6
 LENGTHS = [[3], [5]]  # of the episodes of two workers' environments
@@ -140,7 +140,7 @@ def test_a_worker_in_this_process_writes_to_a_memory_without_a_look_at_processes
         raise PermissionError(13, "Permission denied")
 
     with count_batcher(LENGTHS[:1], T, autoreset=True, n_processes=0) as batcher:
-        monkeypatch.setattr(attaching, "os", SimpleNamespace(**{**vars(os), "open": refuse}))
+        monkeypatch.setattr(arena, "os", SimpleNamespace(**{**vars(os), "open": refuse}))
         batcher.feed(memory := memory_of(1))
         batcher.reset()
         batcher.execute()

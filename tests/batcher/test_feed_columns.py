@@ -14,7 +14,7 @@ from rlstructs import DictTensor, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher, 
 from rlstructs.errors import MissingKeyError
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import DictTensorReplayBuffer, VectorReplayBuffer
-from rlstructs.replay.from_trajectories import POLICY_VERSION
+from rlstructs.replay.intake.trajectories import POLICY_VERSION
 
 FRAME, STATE = Box(-1, 1, (3,)), Box(-1, 1, (2,), np.float64)
 OBSERVATIONS = {

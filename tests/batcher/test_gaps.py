@@ -23,7 +23,7 @@ from rlstructs import (
 )
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
 from rlstructs.replay import ChunkReplayBuffer, DictTensorReplayBuffer, VectorReplayBuffer
-from rlstructs.replay.ring import HEAD
+from rlstructs.replay.rows.lanes import HEAD
 
 T = 5
 

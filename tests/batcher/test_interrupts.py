@@ -18,9 +18,9 @@ from processes import worker_pids
 import rlstructs.replay
 from rlstructs import SharedVectorEnv, SpecError, StateError
 from rlstructs.batcher.delivery import Delivery
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import Storage
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import Storage
 
 N_LANES, CAPACITY, WIDTH = 2, 4, 64
 FOLDER = rlstructs.replay.__path__[0]

@@ -18,7 +18,8 @@ from rlstructs import Checkpoint, DictTensor, FileError, SpecError, StateError, 
 from rlstructs.cli.command import main
 from rlstructs.files import layout, segments
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
-from rlstructs.replay import ReplayBuffer, saving
+from rlstructs.replay import ReplayBuffer
+from rlstructs.replay.keep import saving
 
 
 def steps(first):

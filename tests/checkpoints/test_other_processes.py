@@ -13,7 +13,8 @@ from rlstructs import Checkpoint
 from rlstructs.files import segments
 from rlstructs.memories.memory import Memory
 from rlstructs.memories.torch import PrioritizedMemory
-from rlstructs.replay import PrioritizedVectorReplayBuffer, saving
+from rlstructs.replay import PrioritizedVectorReplayBuffer
+from rlstructs.replay.keep import saving
 
 N_ROWS, T = 40, 4
 

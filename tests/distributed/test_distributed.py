@@ -62,8 +62,7 @@ from rlstructs.distributed.supervisor import NodeRecord
 from rlstructs.rollout.progress import RolloutReply
 from rlstructs.testing import Fault, FaultyEnv, Ledger, create_faulty_envs
 from rlstructs.workers import pickling
-from rlstructs.workers.futures import Future
-from rlstructs.workers.messages import Call
+from rlstructs.workers.messages import Call, Future
 
 pytest.importorskip("ray", reason="ray is not installed: pip install ray")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlstructs.distributed.shard import ROW, Shard, ShardSettings, columns_of
-from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.intake.trajectories import Steps
 
 N_ENVS, ALPHA = 2, 0.7
 NAMES = {"obs": "observation/frame", "terminated": "_observation/terminated"}

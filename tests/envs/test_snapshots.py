@@ -23,7 +23,7 @@ from rlstructs import (
 )
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.snapshots import bring_back, register, take_state
-from rlstructs.envs.snapshots.comparison import find_difference
+from rlstructs.envs.snapshots.methods import find_difference
 from rlstructs.envs.snapshots.pickler import dumps, loads
 from rlstructs.envs.snapshots.verification import Actions
 

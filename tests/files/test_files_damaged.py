@@ -27,7 +27,7 @@ from rlstructs.errors import OutOfMemoryError
 from rlstructs.files import archives, layout, opening
 from rlstructs.files import pickled as pickles
 from rlstructs.memories.torch import RandomMemory
-from rlstructs.replay import saving
+from rlstructs.replay.keep import saving
 
 HERE = Path(__file__).parents[1]
 SUBJECTS = damage.subjects()

@@ -32,7 +32,7 @@ from rlstructs import (
     TemporalDictTensor,
     Trajectories,
 )
-from rlstructs.envs.space_tree import flatten_space, nest
+from rlstructs.envs.spaces import flatten_space, nest
 from rlstructs.integrations.minari import from_minari, iterate_minari, to_minari, writing
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import VectorReplayBuffer

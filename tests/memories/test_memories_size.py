@@ -10,7 +10,7 @@ import torch
 from frameworks import CUDA, EVERY_KIND, KINDS, array, dtype
 
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
-from rlstructs.replay.backing import available_bytes
+from rlstructs.replay.rows.backing import available_bytes
 
 MIB = 2**20
 # name -> dtype and size of a row.

@@ -10,7 +10,7 @@ import pytest
 from frameworks import EVERY_KIND, KINDS, ON_HOST, add, array, flat, host, make
 
 from rlstructs.errors import FileError, SpecError, StateError
-from rlstructs.replay.drawn_rows import N_DRAWS
+from rlstructs.replay.draw.drawn_rows import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 

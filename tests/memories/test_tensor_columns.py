@@ -12,11 +12,13 @@ from frameworks import CUDA, EVERY_KIND, ON_HOST, array, flat, host, library, ma
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.errors import SpecError
 from rlstructs.memories import intake, tensors
-from rlstructs.replay import device_columns, from_trajectories, values
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.device_columns import TensorColumns
-from rlstructs.replay.linked_columns import LinkedColumns
-from rlstructs.replay.store import Storage
+from rlstructs.replay.intake import arrays as values
+from rlstructs.replay.intake import trajectories as from_trajectories
+from rlstructs.replay.rows import on_device
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.linked import LinkedColumns
+from rlstructs.replay.rows.on_device import TensorColumns
+from rlstructs.replay.rows.store import Storage
 
 NAMES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
          "float16", "float32", "float64", "complex64", "complex128"]  # fmt: skip
@@ -160,7 +162,7 @@ def test_what_a_memory_held_comes_back_from_a_pickle(kind):
 
 def test_tensors_beyond_what_the_device_has_are_refused(kind, monkeypatch):
     memory = make(kind, 1000, 1)
-    monkeypatch.setattr(device_columns.TensorColumns, "available_bytes", lambda columns: 3999)
+    monkeypatch.setattr(on_device.TensorColumns, "available_bytes", lambda columns: 3999)
     with pytest.raises(OutOfMemoryError, match="^tensor 'x': 4,000 bytes are needed, 3,999 are available$"):
         memory.create_tensor("x", size=1)
 

@@ -23,7 +23,7 @@ import warp as wp
 
 from rlstructs import DictTensor, FileError, MissingKeyError, SpecError, StateError, TemporalDictTensor, Trajectories
 from rlstructs.replay import ArrayDict, ChunkReplayBuffer
-from rlstructs.replay.drawn_rows import N_DRAWS
+from rlstructs.replay.draw.drawn_rows import N_DRAWS
 
 inf, nan = float("inf"), float("nan")
 FRAMEWORKS = ["numpy", "torch", "jax", "warp"]

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlstructs import DictTensor, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.replay import ChunkReplayBuffer
-from rlstructs.replay.drawn_rows import N_DRAWS
-from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.ring import N_COUNTERS, Ring
+from rlstructs.replay.draw.drawn_rows import N_DRAWS
+from rlstructs.replay.rows.episodes import Episodes
+from rlstructs.replay.rows.lanes import N_COUNTERS, Ring
 
 SETTINGS = settings(
     max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), database=None,

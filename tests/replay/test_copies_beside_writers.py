@@ -23,8 +23,8 @@ from rlstructs.replay import (
     TensorDictReplayBuffer,
     TensorStorage,
     VectorReplayBuffer,
-    copies,
 )
+from rlstructs.replay.rows import copies
 
 N_COPIES = 40
 

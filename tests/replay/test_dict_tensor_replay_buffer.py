@@ -42,7 +42,7 @@ from rlstructs.replay import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from rlstructs.replay.columns import Columns
+from rlstructs.replay.rows.columns import Columns
 
 LIST, TENSOR, MEMMAP, DEVICE = "list", "tensor", "memmap", "device"
 FRAMEWORKS = ["torch", "numpy", "jax", "warp"]

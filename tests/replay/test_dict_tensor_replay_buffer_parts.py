@@ -43,7 +43,7 @@ from rlstructs.replay import (
     TensorStorage,
     Transform,
 )
-from rlstructs.replay.device_columns import TensorColumns
+from rlstructs.replay.rows.on_device import TensorColumns
 from rlstructs.replay.torchrl import storages, writers
 
 

@@ -24,7 +24,7 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.from_trajectories import NAMES
+from rlstructs.replay.intake.trajectories import NAMES
 
 N, GAMMA, CAPACITY, N_LANES = 3, 0.5, 12, 2
 HOW = {"n_step": N, "gamma": GAMMA}

@@ -20,7 +20,7 @@ from rlstructs.replay import (
     PrioritizedReplayBuffer,
     PrioritizedVectorReplayBuffer,
 )
-from rlstructs.replay.from_trajectories import Steps
+from rlstructs.replay.intake.trajectories import Steps
 
 CAPACITY, ALPHA, BETA = 8, 0.6, 0.4
 

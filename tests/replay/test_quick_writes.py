@@ -27,8 +27,8 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.step_writer import StepWriter
+from rlstructs.replay.rows.episodes import Episodes
+from rlstructs.replay.rows.step_writer import StepWriter
 
 N_LANES, CAPACITY = 3, 5
 DTYPES = {"obs": np.float32, "act": np.int64, "rew": np.float64, "terminated": np.bool_, "truncated": np.bool_}

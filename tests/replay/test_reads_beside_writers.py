@@ -10,14 +10,8 @@ from frameworks import flat as numbers
 from replay_rows import row, rows
 
 from rlstructs import StateError
-from rlstructs.replay import (
-    ChunkReplayBuffer,
-    PrioritizedVectorReplayBuffer,
-    ReplayBuffer,
-    VectorReplayBuffer,
-    columns,
-    device_columns,
-)
+from rlstructs.replay import ChunkReplayBuffer, PrioritizedVectorReplayBuffer, ReplayBuffer, VectorReplayBuffer
+from rlstructs.replay.rows import columns, on_device
 
 SIZE = 6
 
@@ -37,7 +31,7 @@ def interrupt(monkeypatch):
         waiting.pop()()
         return [found[0], *old(owner, *which)[1:]]
 
-    for kind in (columns.Columns, device_columns.TensorColumns):
+    for kind in (columns.Columns, on_device.TensorColumns):
         for name in ("gather", "copy_steps"):
             old = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda owner, *which, old=old: read(owner, *which, old=old))

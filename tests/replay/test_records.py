@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rlstructs.memories.torch import RandomMemory
-from rlstructs.replay import columns as columns_module
-from rlstructs.replay.backing import Folder, Shared
-from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.records import AT_ONCE, LARGE, group_columns, width_of
+from rlstructs.replay.rows import columns as columns_module
+from rlstructs.replay.rows.backing import Folder, Shared
+from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.records import AT_ONCE, LARGE, group_columns, width_of
 
 N_LANES, CAPACITY = 3, 1500
 

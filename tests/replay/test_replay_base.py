@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from surfaces import SURFACES
 
 from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
-from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import Buffer
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.reading import Reading
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once
 

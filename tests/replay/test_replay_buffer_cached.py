@@ -25,8 +25,8 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.store import Storage
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
 
 
 def cached(size=10, n=4, length=5, **arguments):

@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 import rlstructs.replay
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
-from rlstructs.replay import columns, expand, ring
-from rlstructs.replay.backing import Folder, Heap, Shared, SharedBlock
-from rlstructs.replay.columns import Columns, Spec
-from rlstructs.replay.drawn_rows import DrawnRows
-from rlstructs.replay.episodes import LENGTH, NO_END, TIME, Episodes
-from rlstructs.replay.ring import N_COUNTERS, Ring
-from rlstructs.replay.row_ids import RowIds
-from rlstructs.replay.snapshot import Snapshot
-from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
-from rlstructs.replay.store import ALL, Storage
+from rlstructs.replay.draw import expand
+from rlstructs.replay.draw.drawn_rows import DrawnRows
+from rlstructs.replay.draw.view import Snapshot
+from rlstructs.replay.rows import columns
+from rlstructs.replay.rows import lanes as ring
+from rlstructs.replay.rows.backing import Folder, Heap, Shared, SharedBlock
+from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.episodes import LENGTH, NO_END, TIME, Episodes
+from rlstructs.replay.rows.lanes import N_COUNTERS, Ring, RowIds
+from rlstructs.replay.rows.span import Selection, Span, Uniform, draw_fitting
+from rlstructs.replay.rows.store import ALL, Storage
 
 ORDERS = ["lane", "slot"]
 BACKINGS = ["heap", "shared", "disk"]

@@ -389,7 +389,7 @@ def test_strict_buffers_refuse_new_infos_and_widen_those_that_there_are():
 
 
 def test_a_file_whose_objects_are_no_such_text_is_refused(tmp_path):
-    from rlstructs.replay import object_files
+    from rlstructs.replay.rows import objects as object_files
 
     for text in (b"[1]", b"{}", b"[", b'[{"run": "os"}, 1]', b'[{"array": ["O", [1], ""]}, 1]', b"[1, 2, 3]",
                  b'[{"array": ["<f8", [2], "AAAA"]}, 1]', b"[" * 10**5, b'[{"a": 1, "b": 2}, 1]'):  # fmt: skip

@@ -16,8 +16,8 @@ import replay_writers
 from processes import LIMIT
 from replay_writers import CAPACITY, EPISODE, make_storage
 
-from rlstructs.replay.expand import padded
-from rlstructs.replay.span import Selection, Uniform
+from rlstructs.replay.draw.expand import padded
+from rlstructs.replay.rows.span import Selection, Uniform
 
 # Seconds that each test reads for.
 SOAK = float(os.environ.get("RLSTRUCTS_SOAK_SECONDS", "1.5"))
@@ -158,9 +158,9 @@ def test_killing_a_writer_changes_nothing_for_the_others(storage, started):
 
 FORKED_WHILE_WRITTEN = """
 import os, signal, threading, numpy as np
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.span import Selection, Uniform
-from rlstructs.replay.store import Storage
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.span import Selection, Uniform
+from rlstructs.replay.rows.store import Storage
 storage = Storage(n_lanes=1, capacity=4)
 storage.columns.add("t", Spec(np.dtype("f4")))
 storage.write({"t": np.ones((1, 2), "f4")})

@@ -16,12 +16,14 @@ from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
 
 from rlstructs import Checkpoint, DictTensor, FileError, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.memories.torch import RandomMemory
-from rlstructs.replay import ReplayBuffer, VectorReplayBuffer, columns, device_columns, saving
+from rlstructs.replay import ReplayBuffer, VectorReplayBuffer
 from rlstructs.replay.buffer import Buffer
-from rlstructs.replay.claims import check_episodes
-from rlstructs.replay.episodes import EPISODE
-from rlstructs.replay.ring import Ring
-from rlstructs.replay.store import Storage
+from rlstructs.replay.keep import saving
+from rlstructs.replay.keep.checks import check_episodes
+from rlstructs.replay.rows import columns, on_device
+from rlstructs.replay.rows.episodes import EPISODE
+from rlstructs.replay.rows.lanes import Ring
+from rlstructs.replay.rows.store import Storage
 
 SURFACES = [surface for surface in EVERY_SURFACE if surface.id != "Shard"]  # which is no file's
 # How a memory is written and read again.
@@ -95,7 +97,7 @@ def test_a_load_that_finds_no_memory_leaves_a_new_memory_as_it_was(surface, way,
             return allocate(owner, specs)
 
         with monkeypatch.context() as patch:
-            for kind in (columns.Columns, device_columns.TensorColumns):
+            for kind in (columns.Columns, on_device.TensorColumns):
                 patch.setattr(kind, "make_blocks", partialmethod(make, allocate=kind.make_blocks))
             try:
                 load(other)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.slices import MEASURES, Slices
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw.slices import MEASURES, Slices
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
 
 
 def make_storage(capacity):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from frameworks import KINDS
 
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import Storage
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import Storage
 
 SIZE, LANES = 5, 3
 

@@ -17,7 +17,7 @@ from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
 from rlstructs import DictTensor, TemporalDictTensor, Trajectories
 from rlstructs.memories.memory import Memory
 from rlstructs.replay import ChunkReplayBuffer, VectorReplayBuffer
-from rlstructs.replay.torchrl.base import DictTensorBase
+from rlstructs.replay.torchrl.buffer import DictTensorBase
 
 # jax and Warp must not be used in a forked process, and their memories draw as those of torch do.
 SURFACES = [

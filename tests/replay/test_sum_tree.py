@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.priorities import Priorities
-from rlstructs.replay.store import Storage
-from rlstructs.replay.sum_tree import SumTree
+from rlstructs.replay.draw.priorities import Priorities
+from rlstructs.replay.draw.sum_tree import SumTree
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
 
 SIZES = [1, 2, 3, 5, 6, 7, 1000, 1_000_000]
 

@@ -36,8 +36,7 @@ from rlstructs.rollout.progress import Progress
 from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.slot_buffers import SlotBuffers
-from rlstructs.shared.slots import Slots
+from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.shared.weights import Outbox
 from rlstructs.structures.arrays import specs_of
 from rlstructs.workers import SharedArena

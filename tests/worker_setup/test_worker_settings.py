@@ -23,8 +23,8 @@ from gymnasium import spaces
 from helpers import Count
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv
-from rlstructs.worker_setup.library_settings import TABLES, read_libraries
-from rlstructs.workers.settings.process_settings import read_settings, write_settings  # noqa: F401 - a program of a test uses it
+from rlstructs.worker_setup.setup import TABLES, read_libraries
+from rlstructs.workers.settings import read_settings, write_settings  # noqa: F401 - a program of a test uses it
 from rlstructs.workers.start import START_METHODS
 
 

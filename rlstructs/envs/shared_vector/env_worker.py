@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.shared_vector.description import Description
+from rlstructs.envs.shared_vector.arguments import Description
 from rlstructs.envs.shared_vector.env_group import EnvGroup
 from rlstructs.envs.shared_vector.step_results import pack
 from rlstructs.workers import SharedArena, pickling

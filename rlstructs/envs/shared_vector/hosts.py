@@ -16,8 +16,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from rlstructs.envs.shared_vector.arguments import Description
 from rlstructs.envs.shared_vector.columns import Columns
-from rlstructs.envs.shared_vector.description import Description
 from rlstructs.envs.shared_vector.env_group import EnvGroup
 from rlstructs.envs.shared_vector.step_results import Outcome
 

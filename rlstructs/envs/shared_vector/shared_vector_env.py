@@ -37,8 +37,7 @@ from rlstructs.envs.shared_vector.arguments import (
     choose_worker_count,
     expand_values,
 )
-from rlstructs.envs.shared_vector.call_order import CallOrder, Pending
-from rlstructs.envs.shared_vector.env_calls import EnvCalls
+from rlstructs.envs.shared_vector.env_calls import CallOrder, EnvCalls, Pending
 from rlstructs.envs.shared_vector.hosts import batch_spaces, split_evenly
 from rlstructs.envs.shared_vector.step_results import merge_infos, merge_some_infos
 from rlstructs.envs.shared_vector.worker_host import WorkerOptions, start_host

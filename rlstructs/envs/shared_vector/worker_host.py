@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from rlstructs.envs.shared_vector.arguments import Description
 from rlstructs.envs.shared_vector.columns import Columns, count_bytes
-from rlstructs.envs.shared_vector.description import Description
 from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
 from rlstructs.envs.shared_vector.hosts import Arguments, EnvFns, Host, LocalHost, Request, split_evenly, take_arrived
 from rlstructs.envs.shared_vector.step_results import EMPTY, Outcome, unpack
@@ -22,9 +22,8 @@ from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.worker_setup.streams import WorkerStreams
 from rlstructs.workers import SharedArena, WorkerPool, failures, pickling
 from rlstructs.workers.channel import deadline_in
-from rlstructs.workers.futures import Future, gather_values
 from rlstructs.workers.interrupts import defer_interrupt
-from rlstructs.workers.messages import AT_ONCE, Post
+from rlstructs.workers.messages import AT_ONCE, Future, Post, gather_values
 from rlstructs.workers.pickle_errors import explain_pickle_error
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")

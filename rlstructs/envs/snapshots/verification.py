@@ -13,8 +13,7 @@ import torch
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.row_env import RowEnv, Step
 from rlstructs.envs.single_env import SingleEnv
-from rlstructs.envs.snapshots.comparison import find_difference
-from rlstructs.envs.snapshots.methods import PICKLE, CopyError, NewEnvs, make_tokens
+from rlstructs.envs.snapshots.methods import PICKLE, CopyError, NewEnvs, find_difference, make_tokens
 from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
 from rlstructs.errors import SpecError
 from rlstructs.seeding import PrivateStreams

@@ -11,10 +11,9 @@ import numpy as np
 from gymnasium import spaces
 
 from rlstructs.envs.action_reader import ActionReader
-from rlstructs.envs.space_tree import nest
-from rlstructs.envs.spaces import list_leaves
+from rlstructs.envs.spaces import list_leaves, nest
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.values import host_array
+from rlstructs.replay.intake.arrays import host_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 
 

@@ -12,8 +12,8 @@ from rlstructs.checks import UNKNOWN
 from rlstructs.envs.info_columns import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns, find_array
-from rlstructs.replay.from_trajectories import STEP_START
-from rlstructs.replay.values import find_marks, host_array
+from rlstructs.replay.intake.arrays import find_marks, host_array
+from rlstructs.replay.intake.trajectories import STEP_START
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 

@@ -15,7 +15,7 @@ from rlstructs.envs.info_columns import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns, check_rows
 from rlstructs.integrations.minari.episodes import STEPS, Arrays
-from rlstructs.replay.from_trajectories import STEP_START
+from rlstructs.replay.intake.trajectories import STEP_START
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

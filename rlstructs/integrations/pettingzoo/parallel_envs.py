@@ -10,19 +10,16 @@ import numpy as np
 import torch
 
 from rlstructs.checks import other_words
-from rlstructs.envs.env_results import reward_array
 from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
-from rlstructs.envs.observation_columns import ObservationRows
+from rlstructs.envs.observation_columns import ObservationRows, RowLayout
 from rlstructs.envs.reset_options import split_options
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
-from rlstructs.envs.row_layout import RowLayout
 from rlstructs.envs.single_env import SingleEnv
-from rlstructs.envs.space_tree import nest
-from rlstructs.envs.spaces import example_value
+from rlstructs.envs.spaces import example_value, nest
+from rlstructs.envs.stepping import reward_array
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
-from rlstructs.integrations.pettingzoo.agents import AgentGroup, Shown
-from rlstructs.integrations.pettingzoo.environments import make_environments, read_agents, read_spaces
+from rlstructs.integrations.pettingzoo.agents import AgentGroup, Shown, make_environments, read_agents, read_spaces
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor

@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING
 from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from rlstructs.integrations.sb3.n_step import NStepReplayBuffer
-    from rlstructs.integrations.sb3.prioritized import (
+    from rlstructs.integrations.sb3.replay_buffer import (
+        DictReplayBuffer,
+        NStepReplayBuffer,
         PrioritizedDictReplayBuffer,
         PrioritizedReplayBuffer,
         PrioritizedReplayBufferSamples,
+        ReplayBuffer,
     )
-    from rlstructs.integrations.sb3.replay_buffer import DictReplayBuffer, ReplayBuffer
     from rlstructs.integrations.sb3.vec_env import SharedVecEnv
 
 _EXPORTS = {
     "DictReplayBuffer": "replay_buffer",
-    "NStepReplayBuffer": "n_step",
-    "PrioritizedDictReplayBuffer": "prioritized",
-    "PrioritizedReplayBuffer": "prioritized",
-    "PrioritizedReplayBufferSamples": "prioritized",
+    "NStepReplayBuffer": "replay_buffer",
+    "PrioritizedDictReplayBuffer": "replay_buffer",
+    "PrioritizedReplayBuffer": "replay_buffer",
+    "PrioritizedReplayBufferSamples": "replay_buffer",
     "ReplayBuffer": "replay_buffer",
     "SharedVecEnv": "vec_env",
 }

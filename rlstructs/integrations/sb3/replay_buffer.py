@@ -1,9 +1,9 @@
-"""`ReplayBuffer` and `DictReplayBuffer`: those of Stable-Baselines3, over a store of this library."""
+"""Stable-Baselines3's replay buffers over a store of this library: plain, n-step and prioritised."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +12,13 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.row_ids import SLOT
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.lanes import LANE, SLOT
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import Storage
 from rlstructs.workers.limits import available_bytes
 from rlstructs.workers.public_names import set_module
 
@@ -254,3 +256,178 @@ def _warn_of_memory(row_bytes: int, buffer: ReplayBuffer) -> None:
             f"a full {type(buffer).__name__} takes {needed / 1e9:.2f} GB, {available / 1e9:.2f} GB are available",
             stacklevel=3,
         )
+
+
+@set_module("rlstructs.integrations.sb3")
+class NStepReplayBuffer(ReplayBuffer):
+    """Replaces Stable-Baselines3's `NStepReplayBuffer`, which an algorithm takes where `n_steps` is more than 1.
+
+    It draws the same rows and returns the same numbers. Unlike Stable-Baselines3's it takes `optimize_memory_usage`.
+
+    Args:
+        settings: as of `ReplayBuffer`.
+        n_steps: n, the most rewards that are added up. Fewer where the episode ends, or where rows end.
+        gamma: discount of a step, from 0 to 1; that of the algorithm.
+
+    Raises:
+        SpecError, TypeError: `n_steps` is no int from 1 on, or `gamma` is not from 0 to 1.
+
+    Example:
+        >>> from gymnasium import spaces
+        >>> box, action = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+        >>> buffer = NStepReplayBuffer(3, box, action, "cpu", n_steps=3, gamma=0.5)
+        >>> for t in range(3):
+        ...     buffer.add(np.array([[t]]), np.array([[t + 1]]), np.array([0]), np.ones(1), np.zeros(1), [{}])
+        >>> np.random.seed(0)
+        >>> batch = buffer.sample(4)
+        >>> batch.observations.flatten(), batch.next_observations.flatten()
+        (tensor([0., 1., 0., 1.]), tensor([3., 3., 3., 3.]))
+        >>> batch.rewards.flatten(), batch.discounts.flatten()
+        (tensor([1.7500, 1.5000, 1.7500, 1.5000]), tensor([0.1250, 0.2500, 0.1250, 0.2500]))
+    """
+
+    def __init__(self, *settings: Any, n_steps: int = 3, gamma: float = 0.99, **more_settings: Any) -> None:
+        super().__init__(*settings, **more_settings)
+        if "discounts" not in ReplayBufferSamples._fields:
+            raise ImportError("NStepReplayBuffer needs stable-baselines3 2.7 or newer, whose algorithms take discounts")
+        check_gamma(gamma)
+        self.n_steps, self.gamma = check_count("n_steps", n_steps), gamma
+
+    def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
+        lanes = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)
+        slots = (batch_inds[:, None] + np.arange(self.n_steps)) % self.buffer_size
+        rows = self._storage.columns.rows(lanes[:, None], slots)
+        steps = self._gather([REWARDS, DONES, TIMEOUTS], rows.reshape(-1))
+        rewards, dones, timeouts = (steps[name].reshape(rows.shape) for name in (REWARDS, DONES, TIMEOUTS))
+        # Nothing follows the newest row: the slot behind it is empty, or has the oldest one.
+        is_end = (dones != 0) | (timeouts != 0) | (slots == (self.pos - 1) % self.buffer_size)
+        is_end[:, -1] = True
+        last = is_end.argmax(axis=1)
+        counts = np.arange(self.n_steps) <= last[:, None]
+        discounts = self.gamma ** np.arange(self.n_steps, dtype=np.float32)
+        returns = np.where(counts, self._normalize_reward(rewards, env) * discounts, 0).astype(np.float32)
+        found = self._read(rows[:, 0], env, rows[np.arange(len(rows)), last])
+        return found._replace(
+            rewards=self.to_torch(returns.sum(axis=1, keepdims=True)),
+            discounts=self.to_torch(self.gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)),
+        )
+
+
+Observations = torch.Tensor | dict[str, torch.Tensor]
+
+
+@set_module("rlstructs.integrations.sb3")
+class PrioritizedReplayBufferSamples(NamedTuple):
+    """What `sample` of a prioritised buffer returns: the fields of `ReplayBufferSamples`, `weights` and `indices`."""
+
+    observations: Observations
+    actions: torch.Tensor
+    next_observations: Observations
+    dones: torch.Tensor
+    rewards: torch.Tensor
+    weights: torch.Tensor
+    indices: np.ndarray
+    discounts: torch.Tensor | None = None
+
+
+@set_module("rlstructs.integrations.sb3")
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
+
+    P(i) = p_i^alpha / sum of p_k^alpha. A new row has the largest priority that was ever set, at first 1. What
+    Stable-Baselines3's algorithms do in `train` neither uses weights nor sets priorities; "Your program, one line
+    changed" shows a DQN that does.
+
+    Args:
+        settings: as of `ReplayBuffer`.
+        alpha: exponent of priorities, at least 0; 0 draws uniformly.
+        beta: exponent of weights, at least 0. It is an attribute, too, which `train` may set.
+
+    Raises:
+        SpecError: an exponent is invalid.
+
+    Example:
+        >>> from gymnasium import spaces
+        >>> box, action = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+        >>> buffer = PrioritizedReplayBuffer(8, box, action, "cpu", alpha=1.0, beta=1.0)
+        >>> for t in range(2):
+        ...     buffer.add(np.array([[t]]), np.array([[t + 1]]), np.array([0]), np.ones(1), np.zeros(1), [{}])
+        >>> buffer.update_priorities(np.array([0, 1]), np.array([1.0, 4.0]))
+        >>> batch = buffer.sample(5)
+        >>> batch.indices, batch.weights.flatten()
+        (array([0, 1, 1, 1, 1]), tensor([1.0000, 0.2500, 0.2500, 0.2500, 0.2500]))
+    """
+
+    # Draws go through the rows in the order of their ids.
+    _order = LANE
+
+    def __init__(self, *settings: Any, alpha: float = 0.6, beta: float = 0.4, **more_settings: Any) -> None:
+        super().__init__(*settings, **more_settings)
+        self.beta = beta
+        self._priorities = Priorities(self._storage.columns.n_rows, self.n_envs, exponent("alpha", alpha))
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities."""
+        return self._priorities.alpha
+
+    @property
+    def beta(self) -> float:
+        """Exponent of weights."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        self._beta = exponent("beta", beta)
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedReplayBufferSamples:
+        """Draws rows in proportion to their priorities, with replacement, from numpy's global random stream.
+
+        One row is drawn from each n-th of the sum of priorities, so that rows come in the order of `indices`.
+
+        Args:
+            batch_size: B, the number of rows.
+            env: normalises observations and rewards, if given.
+
+        Returns:
+            What `ReplayBuffer.sample` returns; `weights`, float32 (B, 1): (N P(i))^-beta over the largest of the
+            buffer; and `indices`, int64 (B,), an array of numpy, for `update_priorities`.
+
+        Raises:
+            SpecError: there are no rows, or their priorities are all zero.
+        """
+        # The global stream, which Stable-Baselines3 seeds.
+        stream = np.random.Generator(np.random.get_bit_generator())  # type: ignore[attr-defined]
+        priorities = self._priorities
+        with priorities.lock:
+            span = self._storage.span()
+            rows, leaves = priorities.draw_rows(span, batch_size, stream)
+            weights = importance_weights(leaves, priorities.tree.minimum, self.beta)
+            priorities.drawn.remember(span, rows)
+        fields = self._read(rows, env)._asdict()
+        return PrioritizedReplayBufferSamples(**fields, weights=self.to_torch(weights[:, None]), indices=rows)
+
+    def update_priorities(self, indices: Any, priorities: Any) -> None:
+        """Sets the priorities of rows; if an index is repeated, its last priority counts.
+
+        Priorities of rows that were overwritten after they were drawn are ignored.
+
+        Args:
+            indices: int, B of them, from `sample`.
+            priorities: B numbers in any shape, finite and at least 0, such as the absolute TD errors plus 1e-6. A row
+                with priority 0 is not drawn again.
+
+        Raises:
+            IndexError, SpecError: an argument is invalid; nothing changes.
+        """
+        self._priorities.set(self._storage, indices, priorities)
+
+    def reset(self) -> None:
+        """Drops every row; the next one has priority 1."""
+        super().reset()
+        self._priorities.clear()
+
+
+@set_module("rlstructs.integrations.sb3")
+class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):
+    """A `PrioritizedReplayBuffer` of observations that are dicts."""

@@ -13,18 +13,17 @@ import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay import expand
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
-from rlstructs.replay.claims import Claims
-from rlstructs.replay.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
-from rlstructs.replay.gathered_column import GatheredColumn
-from rlstructs.replay.given import spec_of
-from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.reading import DISCOUNT, Reading
+from rlstructs.replay.draw import expand
+from rlstructs.replay.draw.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
+from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.draw.reading import DISCOUNT, Reading
+from rlstructs.replay.intake.arrays import host_array, spec_of
+from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.span import Selection, Span, Uniform, draw_fitting
-from rlstructs.replay.store import Storage
-from rlstructs.replay.values import host_array
+from rlstructs.replay.rows.span import Selection, Span, Uniform, draw_fitting
+from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.claims import Claims, dtype_called
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import NAMES, STATES, Steps, key_of
-from rlstructs.replay.gathered_column import GatheredColumn
-from rlstructs.replay.given import as_rows, is_mapping, spec_of
-from rlstructs.replay.intake import GROW, Intake
-from rlstructs.replay.roles import ends_among
-from rlstructs.replay.span import Span
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import ALL, Storage
-from rlstructs.replay.values import as_whole, from_bits, host_array
-from rlstructs.replay.widening import cast
+from rlstructs.replay.intake.arrays import as_rows, as_whole, from_bits, host_array, is_mapping, spec_of
+from rlstructs.replay.intake.intake import GROW, Intake
+from rlstructs.replay.intake.roles import ends_among
+from rlstructs.replay.intake.trajectories import NAMES, STATES, Steps, key_of
+from rlstructs.replay.keep.checks import Claims, dtype_called
+from rlstructs.replay.leave.gathered_column import GatheredColumn
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.span import Span
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import ALL, Storage
+from rlstructs.replay.rows.widening import cast
 from rlstructs.structures.trajectories import Trajectories
 
 # Further tags of trajectories, beside `NAMES`, which is set up if no tag is.

@@ -10,14 +10,15 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
-from rlstructs.replay.blocks import rounds
 from rlstructs.replay.buffer import Buffer
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import Steps
-from rlstructs.replay.info_columns import OBJECTS, Plan, adopt, held_values, require_bytes
-from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import AnySnapshot, JoinedSnapshot
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw.view import AnySnapshot, JoinedSnapshot
+from rlstructs.replay.intake.info_columns import OBJECTS, Plan, adopt, held_values, require_bytes
+from rlstructs.replay.intake.roles import is_info
+from rlstructs.replay.intake.trajectories import Steps
+from rlstructs.replay.rows.blocks import rounds
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.store import Storage
+from rlstructs.replay.rows.widening import widened
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.intake import MalformedBufferError, TransitionIntake, as_float64
 from rlstructs.replay.tianshou.options import Options
@@ -27,7 +28,6 @@ from rlstructs.replay.tianshou.running import Added
 from rlstructs.replay.tianshou.table import Keys, LazyColumn, Table, read_only
 from rlstructs.replay.tianshou.transitions import REW
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
-from rlstructs.replay.widening import widened
 from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:

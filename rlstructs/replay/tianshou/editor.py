@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.given import as_rows, is_mapping
-from rlstructs.replay.infos import info_items
-from rlstructs.replay.reading import read_sources
-from rlstructs.replay.roles import is_info
-from rlstructs.replay.snapshot import AnySnapshot
+from rlstructs.replay.draw.reading import read_sources
+from rlstructs.replay.draw.view import AnySnapshot
+from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array, is_mapping
+from rlstructs.replay.intake.infos import info_items
+from rlstructs.replay.intake.roles import is_info
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
 from rlstructs.replay.tianshou.options import reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, sources_of, top
-from rlstructs.replay.values import from_bits, host_array
 
 if TYPE_CHECKING:
     from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer

@@ -11,11 +11,10 @@ import torch
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, SpecError
-from rlstructs.replay import saving
-from rlstructs.replay.given import flat_items
+from rlstructs.replay.intake.arrays import flat_items, host_array
+from rlstructs.replay.keep import saving
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS
-from rlstructs.replay.values import host_array
 
 if TYPE_CHECKING:
     from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer

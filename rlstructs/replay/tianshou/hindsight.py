@@ -10,16 +10,15 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.given import as_rows
-from rlstructs.replay.reading import discounted, read_sources
-from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.draw.reading import discounted, read_sources
+from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array
 from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward, reading_of
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.transitions import OBS, OBS_NEXT, REW, sources_of, top
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
-from rlstructs.replay.values import from_bits, host_array
 from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:

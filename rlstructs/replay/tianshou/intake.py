@@ -9,27 +9,26 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError, StateError
-from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.blocks import as_slice, rounds
-from rlstructs.replay.claims import MOST, Claims, check_aligned
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.from_trajectories import Steps
-from rlstructs.replay.given import as_rows, is_mapping, plain_items
-from rlstructs.replay.info_columns import OBJECTS, Plan, held_values, plan_columns
-from rlstructs.replay.infos import has_empty, info_objects
-from rlstructs.replay.intake import FILL, LOG, Intake
-from rlstructs.replay.objects import OBJECT
-from rlstructs.replay.reading import DISCOUNT
-from rlstructs.replay.roles import is_info
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import ALL
+from rlstructs.replay.draw.reading import DISCOUNT
+from rlstructs.replay.intake.arrays import as_rows, host_array, is_mapping, plain_items
+from rlstructs.replay.intake.info_columns import OBJECTS, Plan, held_values, plan_columns
+from rlstructs.replay.intake.infos import has_empty, info_objects
+from rlstructs.replay.intake.intake import FILL, LOG, Intake
+from rlstructs.replay.intake.roles import is_info
+from rlstructs.replay.intake.trajectories import Steps
+from rlstructs.replay.keep.checks import MOST, Claims, check_aligned
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.blocks import as_slice, rounds
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import ALL
+from rlstructs.replay.rows.widening import widened
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.options import Options
 from rlstructs.replay.tianshou.running import Added, Running
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS, OBS_NEXT, REQUIRED, REW, top
-from rlstructs.replay.values import host_array
-from rlstructs.replay.widening import widened
 from rlstructs.workers.public_names import set_module
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
-from rlstructs.replay.intake import ERROR, FILL, GROW
-from rlstructs.replay.reading import Reading
+from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.intake.intake import ERROR, FILL, GROW
 
 # The settings that tianshou has as well, in the order in which its `options` has them.
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")

@@ -9,15 +9,15 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffer import Arrays, Restore
-from rlstructs.replay.claims import Claims
-from rlstructs.replay.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.snapshot import AnySnapshot, Snapshot
+from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.intake.arrays import host_array, real_numbers
+from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import WANTED, Fields, Pick, Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
-from rlstructs.replay.values import host_array, real_numbers
 from rlstructs.workers.public_names import set_module
 
 # Added to the absolute value of a priority, so that every row may be drawn.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
-from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.export import Exporter
-from rlstructs.replay.reading import Reading, Sources, read_sources
-from rlstructs.replay.snapshot import AnySnapshot, Snapshot
-from rlstructs.replay.span import Selection, draw_fitting
-from rlstructs.replay.streams import Stream
+from rlstructs.replay.draw.reading import Reading, Sources, read_sources
+from rlstructs.replay.draw.streams import Stream
+from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.leave.export import Exporter
+from rlstructs.replay.rows.span import Selection, draw_fitting
 from rlstructs.replay.tianshou.options import Options, reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of

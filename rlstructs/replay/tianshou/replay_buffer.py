@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.checks import check_count
-from rlstructs.replay import saving
-from rlstructs.replay.array_dict import ArrayDict
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
-from rlstructs.replay.claims import Claims
-from rlstructs.replay.intake import FILL, GROW
-from rlstructs.replay.reading import Reading
+from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.intake.intake import FILL, GROW
+from rlstructs.replay.keep import saving
+from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.tianshou import files, transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns
 from rlstructs.replay.tianshou.intake import TransitionIntake

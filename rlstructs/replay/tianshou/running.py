@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.replay.store import Storage
+from rlstructs.replay.rows.store import Storage
 
 # What `add` returns: row ids, returns, lengths, and the first rows of the episodes.
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -10,17 +10,17 @@ import numpy as np
 
 from rlstructs.debug import is_on
 from rlstructs.errors import SpecError, StateError
-from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.counters import REWRITES
-from rlstructs.replay.gathered_column import GatheredColumn
-from rlstructs.replay.reading import Sources
-from rlstructs.replay.snapshot import AnySnapshot, Snapshot
-from rlstructs.replay.span import numbered
-from rlstructs.replay.store import MAX_REDRAWS, Storage
+from rlstructs.replay.draw.reading import Sources
+from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.intake.arrays import from_bits, host_array
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.leave.gathered_column import GatheredColumn
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.lanes import REWRITES
+from rlstructs.replay.rows.span import numbered
+from rlstructs.replay.rows.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, FLAGS, REW, sources_of
-from rlstructs.replay.values import from_bits, host_array
 
 R = TypeVar("R")
 INT = np.dtype(np.int64)

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.array_dict import ArrayDict
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.given import flat_items, is_mapping
-from rlstructs.replay.infos import info_items
-from rlstructs.replay.reading import ANCHOR, LAST, NEXT, SUM, Source, Sources
-from rlstructs.replay.roles import INFO, is_beside, is_info
-from rlstructs.replay.values import host_array
+from rlstructs.replay.draw.reading import ANCHOR, LAST, NEXT, SUM, Source, Sources
+from rlstructs.replay.intake.arrays import flat_items, host_array, is_mapping
+from rlstructs.replay.intake.infos import info_items
+from rlstructs.replay.intake.roles import INFO, is_beside, is_info
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.columns import Spec
 
 OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
 FLAGS = ("terminated", "truncated")

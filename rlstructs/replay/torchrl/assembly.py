@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.columns import Spec
-from rlstructs.replay.copies import lock_that_forks
-from rlstructs.replay.export import Exporter
-from rlstructs.replay.reading import DISCOUNT, Reading
-from rlstructs.replay.step_writer import StepWriter
-from rlstructs.replay.store import Storage
-from rlstructs.replay.streams import Stream
+from rlstructs.replay.draw.reading import DISCOUNT, Reading
+from rlstructs.replay.draw.streams import Stream
+from rlstructs.replay.leave.export import Exporter
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.copies import lock_that_forks
+from rlstructs.replay.rows.step_writer import StepWriter
+from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.episode_marks import EpisodeMarks
 from rlstructs.replay.torchrl.part import create_part
 from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.given import flat_items
-from rlstructs.replay.intake import FILL, GROW
-from rlstructs.replay.store import Storage
+from rlstructs.replay.intake.arrays import flat_items, host_array, row_ids
+from rlstructs.replay.intake.intake import FILL, GROW
+from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
 from rlstructs.replay.torchrl.part import join_key
-from rlstructs.replay.torchrl.row_intake import RowIntake
+from rlstructs.replay.torchrl.rows_in import RowIntake
 from rlstructs.replay.torchrl.samplers import INDEX
 from rlstructs.replay.torchrl.transforms import Compose
-from rlstructs.replay.values import host_array, row_ids
 from rlstructs.structures.dict_tensor import DictTensor
 
 

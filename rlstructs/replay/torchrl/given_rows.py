@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.from_trajectories import Steps, take_steps
-from rlstructs.replay.given import flat_items
+from rlstructs.replay.intake.arrays import flat_items, host_array
+from rlstructs.replay.intake.trajectories import Steps, take_steps
 from rlstructs.replay.torchrl.tensordicts import refuse_tensorclass
-from rlstructs.replay.values import host_array
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys

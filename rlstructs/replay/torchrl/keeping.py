@@ -13,10 +13,10 @@ import torch
 
 from rlstructs.checks import DTYPES, MOST_AXES, clean_text
 from rlstructs.errors import FileError
-from rlstructs.replay import saving
-from rlstructs.replay.claims import Claims, check_aligned, flag, whole
+from rlstructs.replay.keep import saving
+from rlstructs.replay.keep.checks import Claims, check_aligned, flag, whole
 from rlstructs.replay.torchrl.assembly import Assembly
-from rlstructs.replay.torchrl.row_intake import RowIntake
+from rlstructs.replay.torchrl.rows_in import RowIntake
 from rlstructs.replay.torchrl.samplers import Arrays, State
 
 if TYPE_CHECKING:

@@ -11,15 +11,14 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.claims import Claims
-from rlstructs.replay.given import flat_items
-from rlstructs.replay.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
-from rlstructs.replay.span import Selection
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.intake.arrays import flat_items, host_array, real_numbers, row_ids
+from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.rows.span import Selection
+from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
 from rlstructs.replay.torchrl.storages import NO_LIMIT
-from rlstructs.replay.values import host_array, real_numbers, row_ids
 from rlstructs.workers.public_names import set_module
 
 # torch's median of an even number of values is the lower of the two in the middle.

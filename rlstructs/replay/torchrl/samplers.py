@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.claims import Claims, flag, whole
-from rlstructs.replay.span import Selection, Span, Uniform
-from rlstructs.replay.store import Storage
+from rlstructs.replay.keep.checks import Claims, flag, whole
+from rlstructs.replay.rows.span import Selection, Span, Uniform
+from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral
 from rlstructs.workers.public_names import set_module
 

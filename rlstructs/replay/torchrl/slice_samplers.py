@@ -10,11 +10,11 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.replay.episodes import Episodes
-from rlstructs.replay.roles import ENDS, ends_among
-from rlstructs.replay.slices import TRAJECTORY, WINDOW, Slices, window
-from rlstructs.replay.span import Selection, Span
-from rlstructs.replay.store import Storage
+from rlstructs.replay.draw.slices import TRAJECTORY, WINDOW, Slices, window
+from rlstructs.replay.intake.roles import ENDS, ends_among
+from rlstructs.replay.rows.episodes import Episodes
+from rlstructs.replay.rows.span import Selection, Span
+from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import ANY, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Sampler, SamplerWithoutReplacement

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.roles import is_reward
-from rlstructs.replay.store import Storage
+from rlstructs.replay.intake.arrays import from_bits, host_array
+from rlstructs.replay.intake.roles import is_reward
+from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.episode_marks import to_host
 from rlstructs.replay.torchrl.part import Part, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import check_reduction, reduce_rows
-from rlstructs.replay.values import from_bits, host_array
 from rlstructs.workers.public_names import set_module
 
 # Number of the lowest rows that are kept in order; after these are used up, the next ones are searched for.

@@ -1,0 +1,230 @@
+"""A memory that is fed: what is done for it whenever rollouts are ordered, handed out, lost or dropped."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlstructs.batcher.supervisor import Supervisor
+from rlstructs.batcher.transport import Batch, SlotTransport
+from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.errors import StateError
+from rlstructs.replay.rows.lanes import HEAD, RESERVED
+from rlstructs.replay.rows.store import Storage
+from rlstructs.rollout.feeding import Feed
+from rlstructs.structures.trajectories import Trajectories
+
+
+class Fed(Protocol):
+    """A memory that is fed.
+
+    Attributes:
+        feed: what workers need to write to it; None if they do not.
+        first_numbers: by worker, the number of its first rollout that the memory gets.
+    """
+
+    feed: Feed | None
+    first_numbers: Sequence[int]
+
+    def begin_rollouts(self) -> None:
+        """Is called before rollouts are ordered."""
+
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+        """Is called when rollouts are about to be handed out, by worker; what it raises leaves them as they are."""
+
+    def restart(self, workers: Collection[int]) -> None:
+        """Is called when these workers have ended, before their successors begin."""
+
+    def drop(self) -> None:
+        """Is called when rollouts that were under way are dropped, and no worker writes."""
+
+    def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
+        """Is called when rollouts of a loaded state wait to be handed out, and no worker writes.
+
+        Args:
+            first_numbers: by worker, the number of its first rollout that the memory gets.
+            version_before: the number of updates that the workers' own counts leave out.
+        """
+
+
+class FedByWorkers:
+    """A memory that workers write to, of which this process sees the rollouts that were handed out.
+
+    Workers are ahead of that. The rows that the rollouts under way may overwrite are not seen either, written or not,
+    so that what is drawn does not depend on what workers are doing.
+
+    Args:
+        feed: writes to the store.
+        storage: the store, in shared memory.
+        has_one_lane: whether a single worker appends to a single lane, one environment after another.
+        supervisor, transport: of the rollouts.
+    """
+
+    def __init__(
+        self, feed: Feed, storage: Storage, has_one_lane: bool, supervisor: Supervisor, transport: SlotTransport
+    ) -> None:
+        self.feed: Feed | None = feed
+        self.first_numbers: Sequence[int] = ()
+        self._storage, self._has_one_lane, self._supervisor, self._transport = (
+            storage, has_one_lane, supervisor, transport
+        )  # fmt: skip
+        # The counters by which this process reads while rollouts are under way.
+        self._shown = storage.counters.shared.copy()
+        # Below these steps rows may have been overwritten by rollouts that were lost.
+        self._lost = self._shown[RESERVED].copy()
+        # Whoever drops a batcher without closing it has the memory back.
+        weakref.finalize(self, storage.take_back, self._shown).atexit = False
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether rollouts are under way that the memory does not show."""
+        return self._storage.counters.shown is self._shown
+
+    def begin_rollouts(self) -> None:
+        """Hides what workers will write until it is handed out."""
+        if not self._is_ahead:
+            with self._storage.lock:  # after another thread has saved the memory
+                self._hide(self._storage.counters.shared)
+        self._reserve(dict.fromkeys(range(len(self._transport.blocks)), self._supervisor.run_ahead + 1))
+
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+        """Shows the rows of rollouts that are handed out."""
+        if not self._is_ahead:  # they were ordered before `feed`
+            return
+        for worker, order in orders.items():
+            self._shown[HEAD][self._lanes_of(worker)] += self._count_rows(worker, order)
+        records = self._supervisor.records
+        n_under_way = {worker: len(record.orders) - (worker in orders) for worker, record in enumerate(records)}
+        self._reserve(n_under_way)
+        if not any(n_under_way.values()):  # both are the same now
+            self._storage.show(None)
+
+    def restart(self, workers: Collection[int]) -> None:
+        """Takes back what workers had written of a rollout that was lost with them."""
+        if not self._is_ahead:
+            return
+        records, shared = self._supervisor.records, self._storage.counters.shared
+        for worker in workers:
+            lanes = self._lanes_of(worker)
+            done = [self._count_rows(worker, order) for order in records[worker].orders if order.is_done]
+            shared[HEAD][lanes] = self._shown[HEAD][lanes] + sum(done)
+            self._lost[lanes] = shared[RESERVED][lanes]
+        # Theirs alone: where `reset` drops rollouts, the records of the others say no longer what those overwrite.
+        self._reserve({worker: len(records[worker].orders) for worker in workers})
+
+    def drop(self) -> None:
+        """Takes back what was not handed out."""
+        self._storage.take_back(self._shown)
+
+    def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
+        """Writes what workers had written when the state was taken, and hides it until it is handed out."""
+        assert self.feed is not None
+        self.first_numbers = first_numbers
+        orders = [record.orders for record in self._supervisor.records]
+        if not any(orders):
+            return
+        before = self._storage.counters.shared.copy()
+        for worker, order in ((worker, order) for worker, each in enumerate(orders) for order in each):
+            if not order.is_lost and order.number >= first_numbers[worker]:
+                batch = self._transport.make_batch({worker: order}, version_before, version_before)
+                self.feed.writer.add_trajectories(batch.read(), self.feed.names)
+        self._hide(before)
+        self._reserve({worker: len(each) for worker, each in enumerate(orders)})
+
+    def _hide(self, counters: np.ndarray) -> None:
+        """Has this process read by its own counters from here on, and no longer by those that workers write."""
+        self._shown[...], self._lost[...] = counters, counters[RESERVED]
+        self._storage.show(self._shown, _only_in_this_thread(call_weakly(self._supervisor.settle)))
+
+    def _lanes_of(self, worker: int) -> slice:
+        block = self._transport.blocks[worker]
+        return slice(0, 1) if self._has_one_lane else slice(block.start, block.stop)
+
+    def _count_rows(self, worker: int, order: RolloutOrder) -> Any:
+        """The number of rows that a rollout has written to each lane of its worker."""
+        if order.is_lost or order.number < self.first_numbers[worker]:
+            return 0
+        block, slots = self._transport.blocks[worker], self._transport.slots
+        lengths = slots[order.number % len(slots)].lengths[block.start : block.stop]
+        return lengths.sum() if self._has_one_lane else lengths
+
+    def _reserve(self, n_rollouts: Mapping[int, int]) -> None:
+        """Hides the rows that so many rollouts of these workers may overwrite."""
+        heads, reserved, capacity = self._shown[HEAD], self._shown[RESERVED], self._storage.columns.capacity
+        for worker, n in n_rollouts.items():
+            lanes, n_each = self._lanes_of(worker), len(self._transport.blocks[worker]) if self._has_one_lane else 1
+            least = heads[lanes] + n * self._transport.layout.n_timesteps * n_each
+            # A capacity after the head hides all rows.
+            reserved[lanes] = np.minimum(np.maximum(least, self._lost[lanes]), heads[lanes] + capacity)
+
+
+class FedHere:
+    """A memory to which the trainer adds rollouts as it hands them out, because workers cannot write to it.
+
+    Args:
+        add: `add_trajectories` of the memory.
+        names: column -> key of the trajectories.
+        take: gives the trajectories of a batch; they are used at once.
+    """
+
+    feed: Feed | None = None
+    first_numbers: Sequence[int] = ()
+
+    def __init__(
+        self, add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str],
+        take: Callable[[Batch], Trajectories],
+    ) -> None:  # fmt: skip
+        self._add, self._names, self._take = add, names, take
+
+    def begin_rollouts(self) -> None:
+        """Does nothing."""
+
+    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+        """Adds the rollouts."""
+        self._add(self._take(batch), self._names)
+
+    def restart(self, workers: Collection[int]) -> None:
+        """Does nothing: what was lost is not handed out."""
+
+    def drop(self) -> None:
+        """Does nothing."""
+
+    def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
+        """Does nothing: they are added when they are handed out."""
+
+
+def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Makes a function that calls a method as long as its object is used elsewhere.
+
+    Without a circle of references, workers end as soon as a program drops its batcher.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = found()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
+
+
+def _only_in_this_thread(settle: Callable[[], None]) -> Callable[[], None]:
+    """Makes a function that calls another one, and raises StateError in every other thread than this one.
+
+    Two threads that take the replies of workers would take each other's.
+    """
+    own = threading.get_ident()
+
+    def call() -> None:
+        if threading.get_ident() != own:
+            raise StateError(
+                "workers write to this memory: only the thread that uses their batcher can save or copy it; other "
+                "threads can once no rollout is under way"
+            )
+        settle()
+
+    return call

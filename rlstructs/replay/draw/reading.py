@@ -1,0 +1,261 @@
+"""Reads rows for samples: n-step returns, stacks of frames, and keys that are made of stored columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlstructs.checks import check_count, check_gamma
+from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.intake.roles import is_after, is_observation, is_reward, source_of
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.span import Span
+from rlstructs.replay.rows.store import Storage
+
+# The key of gamma to the number of steps in n-step samples.
+DISCOUNT = "discount"
+# Where a key is read: in the drawn row, in the last of the n steps from it, or in the row after those; or its
+# discounted sum over the n steps.
+ANCHOR, LAST, NEXT, SUM = "anchor", "last", "next", "sum"
+
+
+class Source(NamedTuple):
+    """How a key of a sample is read.
+
+    Attributes:
+        columns: one, or several, whose flags are joined by "or".
+        place: `ANCHOR`, `LAST`, `NEXT` or `SUM`.
+        is_stacked: whether it becomes a stack, unless the reading has none or it is summed.
+        seen: the column of all frames of a stack but the last; None for the same column.
+    """
+
+    columns: tuple[str, ...]
+    place: str = ANCHOR
+    is_stacked: bool = False
+    seen: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read.
+
+    Attributes:
+        n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest row; what
+            comes after a step is read in the last of them.
+        gamma: discount per step.
+        stack_num: observations become the last so many of their episode, the first one repeated before that, on a new
+            axis in front of their own.
+        stack_keys: the columns that are stacked; None for all observations.
+
+    Raises:
+        TypeError, SpecError: a number is invalid.
+    """
+
+    n_step: int = 1
+    gamma: float = 0.99
+    stack_num: int = 1
+    stack_keys: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("n_step", self.n_step)
+        check_count("stack_num", self.stack_num)
+        check_gamma(self.gamma)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are read as they are stored."""
+        return self.n_step == self.stack_num == 1
+
+    def read(
+        self, storage: Storage, span: Span, names: Sequence[str], rows: np.ndarray, discount: str = DISCOUNT
+    ) -> dict[str, Any]:
+        """Reads columns by the usual meaning of their names; see `read_sources`.
+
+        Args:
+            storage: the store.
+            span: the counters at the time of the draw.
+            names: of columns.
+            rows: int64, of any shape.
+            discount: the key of gamma to the number of steps.
+
+        Raises:
+            StateError: the store does not track episodes, and rows are not read as they are stored.
+        """
+        if self.is_plain:
+            return dict(zip(names, storage.gather(names, rows), strict=True))
+        if storage.episodes is None:
+            raise StateError("nothing says where episodes end")
+        specs = storage.columns.specs
+        sources = _find_sources(self.stack_num, self.stack_keys, tuple(names), tuple(specs))
+        return read_sources(Snapshot(storage, span), specs, sources, rows, self, discount=discount)
+
+    def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
+        """The first row that is read for each of these, of the same shape."""
+        if self.stack_num == 1 or storage.episodes is None:
+            return rows
+        return Snapshot(storage, span).frames(rows.reshape(-1), self.stack_num)[:, 0].reshape(rows.shape)
+
+    def stacks(self, name: str) -> bool:
+        """Whether a column is read in stacks."""
+        if self.stack_num == 1:
+            return False
+        return is_observation(name) if self.stack_keys is None else name in self.stack_keys
+
+
+# Where rows are read, see `_Places.find`; and the columns that are gathered from there.
+_Group = tuple[tuple[str, bool], tuple[str, ...]]
+
+
+class _Key(NamedTuple):
+    """A key of a sample: its place as it is read, its group, and which of the group's columns are its own."""
+
+    key: str
+    source: Source
+    place: str
+    group: int
+    columns: tuple[int, ...]
+
+
+class Sources(dict[str, Source]):
+    """How the keys of a sample are read, by key; they are not changed, so that what follows from them is found once."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        super().__init__(sources)
+        self._groups: dict[tuple[int, int], tuple[list[_Group], list[_Key]]] = {}
+
+    def group(self, n_step: int, stack_num: int) -> tuple[list[_Group], list[_Key]]:
+        """Groups the columns that are gathered from the same rows."""
+        found = self._groups.get((n_step, stack_num))
+        if found is not None:
+            return found
+        groups: dict[tuple[str, bool], dict[str, int]] = {}
+        keys = []
+        for key, source in self.items():
+            place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
+            where = (place, stack_num > 1 and source.is_stacked and source.seen is None and place != SUM)
+            group = groups.setdefault(where, {})
+            columns = tuple(group.setdefault(column, len(group)) for column in source.columns)
+            keys.append(_Key(key, source, place, list(groups).index(where), columns))
+        found = self._groups[n_step, stack_num] = [(where, tuple(group)) for where, group in groups.items()], keys
+        return found
+
+
+@lru_cache
+def _find_sources(
+    stack_num: int, stack_keys: tuple[str, ...] | None, names: tuple[str, ...], stored: tuple[str, ...]
+) -> Sources:
+    """How columns are read by the usual meaning of their names, where these columns are stored."""
+    reading, found = Reading(stack_num=stack_num, stack_keys=stack_keys), {}
+    for name in names:
+        place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
+        is_stacked = reading.stacks(name)
+        before = source_of(name) if is_stacked else None
+        found[name] = Source((name,), place, is_stacked, before if before in stored else None)
+    return Sources(found)
+
+
+def read_sources(
+    rows: AnySnapshot,
+    specs: Mapping[str, Spec],
+    sources: Sources,
+    at: np.ndarray,
+    reading: Reading,
+    frames: np.ndarray | None = None,
+    discount: str = DISCOUNT,
+) -> dict[str, Any]:
+    """Reads the keys of a sample, private memory.
+
+    Args:
+        rows: the rows that are there.
+        specs: of the columns.
+        sources: key -> how it is read.
+        at: int64, of any shape, row ids.
+        reading: the n steps and stacks.
+        frames: int64 (n, stack_num), the row ids of the stacks of `at` if they are known.
+        discount: the key of gamma to the number of steps.
+
+    Returns:
+        key -> `(*at.shape, *shape)`, stacked ones `(*at.shape, stack_num, *shape)`; and `discount`, gamma to the number
+        of steps, float32 `at.shape`, if n_step is above 1.
+
+    Raises:
+        SpecError: what is to be summed is no float.
+    """
+    places, n_step = _Places(rows, at.reshape(-1), reading, frames), reading.n_step
+    groups, keys = sources.group(n_step, reading.stack_num)
+    gathered = [rows.gather(columns, places.find(*where)) for where, columns in groups]
+    arrays: dict[str, Any] = {}
+    for key, source, place, group, columns in keys:
+        array = gathered[group][columns[0]]
+        for other in columns[1:]:
+            array = np.logical_or(array, gathered[group][other])
+        arrays[key] = array
+        if place == SUM:
+            arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
+        elif source.seen is not None:
+            [seen] = rows.gather([source.seen], places.find(place, True)[:, 1:])
+            join: Any = np.concatenate if isinstance(array, np.ndarray) else torch.cat
+            arrays[key] = join([seen, array[:, None]], 1)
+    if n_step > 1:
+        arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
+    if not at.ndim:
+        return {k: array[0, ...] for k, array in arrays.items()}
+    return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}
+
+
+class _Places:
+    """The rows that are read for each anchor; each kind is found once."""
+
+    def __init__(self, rows: AnySnapshot, anchors: np.ndarray, reading: Reading, frames: np.ndarray | None) -> None:
+        self._rows, self._stack_num = rows, reading.stack_num
+        self._last = LAST if reading.n_step > 1 else ANCHOR
+        self._found = {(ANCHOR, False): anchors}
+        if frames is not None:
+            self._found[ANCHOR, True] = frames
+        if reading.n_step > 1:
+            window, self.inside, self.counts = rows.n_step(anchors, reading.n_step)
+            self._found |= {(SUM, False): window, (LAST, False): window[:, -1]}
+
+    def find(self, place: str, is_stacked: bool) -> np.ndarray:
+        """Row ids (n,), the windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
+        if (place, is_stacked) not in self._found:
+            if not is_stacked:
+                found = self._rows.next(self.find(self._last, False))
+            elif place == NEXT:  # those of the rows before, one further
+                frames, rows = self.find(self._last, True), self.find(NEXT, False)[:, None]
+                found = np.where(rows == frames[:, -1:], frames, np.concatenate([frames[:, 1:], rows], axis=1))
+            else:
+                found = self._rows.frames(self.find(place, False), self._stack_num)
+            self._found[place, is_stacked] = found
+        return self._found[place, is_stacked]
+
+
+def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: float) -> Any:
+    """The discounted sums of rewards, (B, ...), a numpy array or tensor like the rewards.
+
+    Args:
+        name: of the column, for messages.
+        rewards: (B, n, ...), as the column stores them.
+        spec: of the column.
+        inside: bool (B, n), which steps count.
+        gamma: discount per step.
+
+    Raises:
+        SpecError: the rewards are no floats.
+    """
+    is_bits = spec.is_bfloat16
+    if not is_bits and spec.dtype.kind not in "fc":
+        raise SpecError(f"n_step: {name!r} is {spec.dtype}; discounted sums need a float")
+    stored = rewards if isinstance(rewards, torch.Tensor) else torch.from_numpy(rewards)
+    numbers = stored.view(torch.bfloat16) if is_bits else stored
+    factors = torch.from_numpy(gamma ** np.arange(inside.shape[1]) * inside).to(stored.device)
+    factors = factors.reshape(*factors.shape, *(1,) * (stored.ndim - 2))
+    # Rewards outside may be NaN, and NaN times zero is NaN.
+    summed = torch.where(factors > 0, numbers * factors, 0).sum(dim=1).to(numbers.dtype).view(stored.dtype)
+    return summed if stored is rewards else summed.numpy()

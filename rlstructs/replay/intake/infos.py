@@ -1,0 +1,219 @@
+"""Converts infos of environments to flat names and rows: numbers if possible, otherwise objects.
+
+The info of one environment is a mapping. That of several is a mapping of arrays with a row for each, or a list or array
+of mappings. Nested names are joined with `/`. A mapping that is empty, or has keys that are no strings, is an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.intake.arrays import are_mappings, host_array, is_mapping
+from rlstructs.replay.rows.objects import as_object, objects_in, objects_of
+from rlstructs.replay.rows.widening import is_exact, is_too_wide, widened
+
+# Types of values that are no numbers, and need no copy.
+TEXTS = (str, bytes, type(None))
+NUMBERS = (bool, int, float, complex, np.bool_, np.number)
+
+
+class Object(NamedTuple):
+    """A value of a row that is no number."""
+
+    value: Any
+
+
+# The values of a row by name: numbers without an axis for the row, or objects.
+Cells = dict[str, "np.ndarray | torch.Tensor | Object"]
+
+
+def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]:
+    """Converts an info, or a part of it, to rows of columns.
+
+    Args:
+        name: of the info.
+        value: the info.
+        n_axes: number of axes of its arrays in front of those of a row: 0 or 1.
+        owner: name of the caller, for messages.
+
+    Returns:
+        name -> `(n, ...)`, numbers of any library or an array of objects; n is 1 for `n_axes` 0.
+
+    Raises:
+        SpecError: an axis of rows is missing, or a name is given twice.
+    """
+    if n_axes == 0:
+        return {key: _column([cell]) for key, cell in _cells(name, value, owner).items()}
+    if are_mappings(value):
+        return _columns([_cells(name, each, owner) for each in value])
+    if value is None or (is_mapping(value) and not value.keys()):
+        return {}
+    if not _is_nested(value):
+        return {name: _rows(name, value, owner)}
+    parts = [info_items(f"{name}/{key}", value[key], n_axes, owner) for key in value.keys()]  # noqa: SIM118
+    return _join(parts, owner)
+
+
+def info_objects(name: str, value: np.ndarray, n_axes: int) -> np.ndarray:
+    """Converts one info that is no mapping for a column of objects, (n,).
+
+    Args:
+        name: of the column.
+        value: (n, ...), or for `n_axes` 0 an array of one object, the info.
+        n_axes: as of `info_items`.
+    """
+    if n_axes:
+        values = _rows(name, value, name)
+    elif type(value[0]) in TEXTS:
+        return value
+    else:
+        values = _column([_cell(name, value[0])])
+    return values if values.dtype == object else objects_in(values, 1)
+
+
+def has_empty(info: Any) -> bool:
+    """Whether an info has an empty mapping in it."""
+    inside = [info[key] for key in info.keys()] if is_mapping(info) else ()  # noqa: SIM118
+    return any(is_mapping(each) and (not each.keys() or has_empty(each)) for each in inside)
+
+
+def _is_nested(value: Any) -> bool:
+    if not is_mapping(value):
+        return False
+    keys = list(value.keys())  # not every batch iterates over its keys
+    return bool(keys) and all(isinstance(key, str) for key in keys)
+
+
+def _join(parts: Iterable[dict[str, Any]], owner: str) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for inside in parts:
+        if twice := joined.keys() & inside.keys():
+            raise SpecError(f"{owner}: key {sorted(twice)[0]!r} is given twice")
+        joined |= inside
+    return joined
+
+
+def _cells(name: str, value: Any, owner: str) -> Cells:
+    """The values of one environment's info, by flat names."""
+    if _is_nested(value):
+        return _join([_cells(f"{name}/{key}", value[key], owner) for key in value.keys()], owner)  # noqa: SIM118
+    if are_mappings(value):  # of several agents
+        inside = _columns([_cells(name, each, owner) for each in value])
+        if not any(array.dtype == object for array in inside.values()):
+            return dict(inside)
+    return {name: _cell(name, value)}
+
+
+def _numbers(name: str, value: Any) -> np.ndarray | torch.Tensor | None:
+    """Converts numbers to an array or a tensor; returns None if a column cannot hold them."""
+    if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+        return value.detach()
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1:
+        value = value.float()  # numpy lacks float8
+    if not isinstance(value, NUMBERS) and not hasattr(value, "dtype") and type(value) not in (list, tuple):
+        return None
+    try:
+        found = host_array(name, value)
+    except SpecError:
+        return None
+    if found.dtype.kind not in "biufc" or (type(value) in (list, tuple) and not _holds(found, value)):
+        return None
+    if is_too_wide(found.dtype):
+        narrow = np.dtype(np.complex128 if found.dtype.kind == "c" else np.float64)
+        return found.astype(narrow) if is_exact(found, narrow) else None
+    return found
+
+
+def _holds(array: np.ndarray, given: Sequence[Any]) -> bool:
+    """Whether ints in a list of floats kept their values."""
+    return array.dtype.kind not in "fc" or array.ndim > 1 or array.tolist() == [as_object(each) for each in given] or (
+        not any(isinstance(each, (int, np.integer)) and abs(int(each)) > 2**53 for each in given)
+    )
+
+
+def _rows(name: str, value: Any, owner: str) -> Any:
+    """Converts the values of several environments, which are not nested, to rows (n, ...)."""
+    if is_mapping(value):
+        wrong = next(key for key in value.keys() if not isinstance(key, str))  # noqa: SIM118
+        raise TypeError(f"{owner}: a key must be a string, got {wrong!r} in {name!r}")
+    if isinstance(value, np.ndarray) and value.dtype == object and value.ndim:
+        plain = value.ndim == 1 and all(isinstance(each, NUMBERS) for each in value)
+        return _column([_cell(name, each) for each in value]) if plain else objects_in(value, 1)
+    numbers = _numbers(name, value)
+    if numbers is not None and numbers.ndim:
+        return numbers
+    if type(value) in (list, tuple):
+        return _column([_cell(name, each) for each in value])
+    if numbers is None and getattr(value, "ndim", None):
+        return objects_in(value, 1)
+    raise SpecError(f"{name!r} has shape {tuple(np.shape(value))}, needed is a first axis of rows")
+
+
+def _cell(name: str, value: Any) -> np.ndarray | torch.Tensor | Object:
+    numbers = _numbers(name, value)
+    return Object(value) if numbers is None else numbers
+
+
+def _columns(rows: Sequence[Cells]) -> dict[str, Any]:
+    """Joins the values of several environments by name; those nested only in some environments become objects."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    parents = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
+    joined = {name for name in parents if not all(is_nothing(row[name]) for row in rows if name in row)}
+    columns = {}
+    for name in names:
+        if name in joined:
+            columns[name] = _column([nested(name, row) for row in rows])
+        elif name not in parents and not any(name.startswith(f"{each}/") for each in joined):
+            columns[name] = _column([row.get(name) for row in rows])
+    return columns
+
+
+def nested(name: str, row: Mapping[str, Any]) -> Any:
+    """Joins what a row holds under a name and nested in it to one object; None if it holds nothing."""
+    if name in row:
+        return row[name]
+    found: dict[str, Any] = {}
+    for key, cell in row.items():
+        if key.startswith(f"{name}/"):
+            *path, last = key[len(name) + 1 :].split("/")
+            at = found
+            for each in path:
+                at = at.setdefault(each, {})
+            at[last] = as_object(cell.value if isinstance(cell, Object) else cell)
+    return Object(found) if found else None
+
+
+def is_nothing(cell: Any) -> bool:
+    """Whether a value is None or an empty mapping."""
+    value = cell.value if isinstance(cell, Object) else cell
+    return value is None or (is_mapping(value) and not list(value.keys()))
+
+
+def _column(cells: Sequence[Any]) -> Any:
+    """Joins values to rows of a column; a missing value, None, becomes zero among numbers."""
+    given = [cell for cell in cells if cell is not None]
+    if len(cells) == len(given) == 1 and not isinstance(cells[0], Object):
+        return cells[0][None]
+    if not any(isinstance(cell, Object) for cell in given):
+        arrays = [host_array("info", cell) for cell in given]
+        dtype = _dtype_of(arrays)
+        if dtype is not None:
+            found = np.zeros((len(cells), *arrays[0].shape), dtype)
+            found[[at for at, cell in enumerate(cells) if cell is not None]] = np.stack(arrays)
+            return found
+    return objects_of(cell.value if isinstance(cell, Object) else cell for cell in cells)
+
+
+def _dtype_of(arrays: Sequence[np.ndarray]) -> np.dtype | None:
+    """The dtype of a column of these arrays; None if they do not fit in one."""
+    if not arrays or any(array.shape != arrays[0].shape for array in arrays):
+        return None
+    dtype: np.dtype | None = arrays[0].dtype
+    for array in arrays[1:]:
+        dtype = None if dtype is None else widened(np.zeros(0, dtype), array, dtype)
+    return dtype if dtype is not None and all(is_exact(array, dtype) for array in arrays) else None

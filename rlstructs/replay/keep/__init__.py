@@ -1,0 +1,1 @@
+"""What a store leaves in files."""

@@ -1,0 +1,197 @@
+"""Restores the columns of a store from a file: makes room, drops the rows, and reads column by column, in pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from rlstructs.files.archives import Reader
+from rlstructs.replay.rows.columns import Spec, pieces
+from rlstructs.replay.rows.episodes import Episodes
+from rlstructs.replay.rows.lanes import HEAD, LANE, Ring, RowIds
+from rlstructs.replay.rows.linked import LinkedColumns, fill_unlinked
+from rlstructs.replay.rows.store import Storage
+
+# Names of arrays in a file. Those of columns begin with ROWS, so they differ from all others.
+ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
+# Prefix of the encoded text of a column of objects.
+OBJECTS = "objects/"
+# Prefix of the arrays of an inner buffer.
+INNER = "inner/"
+# Bytes of bookkeeping that a load takes without a look at the free memory: of a store, or of each of its rows.
+BYTES_OF_ALL, BYTES_OF_ROW = 1 << 20, 64
+
+
+class SavedArrays:
+    """The arrays in a file, or those of an inner buffer.
+
+    Args:
+        reader: reads them.
+        names: of the arrays -> their names in the file.
+
+    Attributes:
+        specs: name -> dtype and shape.
+    """
+
+    def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
+        self._reader, self._names = reader, names
+        self.specs = {name: reader.spec_of(stored) for name, stored in names.items()}
+
+    def inside(self, prefix: str) -> SavedArrays:
+        """The arrays whose names begin with a prefix, by the rest of their names."""
+        return self.renamed({name[len(prefix) :]: name for name in self._names if name.startswith(prefix)})
+
+    def renamed(self, names: Mapping[str, str]) -> SavedArrays:
+        """Some of the arrays, by new names: new name -> name."""
+        return SavedArrays(self._reader, {new: self._names[name] for new, name in names.items()})
+
+    def check(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        """Raises ValueError unless an array has this dtype and shape, and KeyError if there is none."""
+        if self.specs[name] != (dtype, shape):
+            raise ValueError(f"{name!r} is {self.specs[name]}, needed is {np.dtype(dtype)} {shape}")
+
+    def read(self, name: str, *needed: Any) -> np.ndarray:
+        if needed:
+            self.check(name, *needed)
+        dtype, shape = self.specs[name]
+        array = np.empty(shape, dtype)
+        self._reader.read_into(self._names[name], array)
+        return array
+
+    def pieces(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Reads an array `(n, ...)` in pieces; yields the number of the first row of each, and its rows."""
+        dtype, (n, *shape) = self.specs[name]
+        size = math.prod(shape)
+        for start, some in pieces(n, size * dtype.itemsize):
+            array = np.empty((some, *shape), dtype)
+            self._reader.read_into(self._names[name], array, start * size)
+            yield start, array
+
+    def slots(self, names: Collection[str], rows: RowIds, n_slots: int) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Reads arrays some slots at a time, all arrays in turns; yields the name, the first slot, and the values.
+
+        Args:
+            names: of arrays of the first `n_slots` slots, `(*rows.lead(n_slots), *shape)`.
+            rows: the row ids of their store.
+            n_slots: how many slots of each lane there are.
+        """
+        shapes = {name: (dtype, shape[2:]) for name, (dtype, shape) in self.specs.items() if name in names}
+        n_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
+        for start, some in pieces(n_slots, rows.n_lanes * n_bytes):
+            for name, (dtype, shape) in shapes.items():
+                array = np.empty((*rows.lead(some), *shape), dtype)
+                if rows.order == LANE:
+                    self._reader.read_slots(self._names[name], array, start)
+                else:
+                    self._reader.read_into(self._names[name], array, start * rows.n_lanes * math.prod(shape))
+                yield name, start, rows.by_lane(array)
+
+
+def count_bytes(
+    storage: Storage, specs: Mapping[str, Spec], linked: Mapping[str, str], arrays: SavedArrays, slots: tuple[int, int]
+) -> int:
+    """Bytes that a load takes beside what the buffer has already; 0 if it takes none for columns.
+
+    Args:
+        storage: the store of the buffer.
+        specs: of the columns in the file.
+        linked: those that will be linked.
+        arrays: in the file; all but the rows are read before anything changes.
+        slots: of each lane: how many there are, and how many are in the file.
+    """
+    columns = storage.columns
+    capacity, n_slots = slots
+    # Memory that nothing was written to yet is not taken yet.
+    n_untouched = max(0, n_slots - int(storage.ring.reserved.max()))
+    n_bytes = 0
+    for name, spec in specs.items():
+        is_there = columns.specs.get(name) == spec and columns.capacity == capacity
+        if name in columns.links and f"{LINKS}{name}/at" not in arrays.specs:
+            n_bytes += spec.nbytes * n_slots  # it gets rows of its own
+        elif name not in columns.links and name not in linked:
+            n_bytes += spec.nbytes * (n_untouched if is_there else capacity)
+    read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
+    n_read = sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
+    # Finding out what is available takes as long as reading thousands of rows.
+    is_little = n_read <= max(BYTES_OF_ALL, BYTES_OF_ROW * columns.n_rows)
+    return 0 if is_little and not n_bytes else n_bytes * columns.n_lanes + n_read
+
+
+def make_room(
+    storage: Storage, specs: Mapping[str, Spec], linked: Mapping[str, str], capacity: int
+) -> Callable[[], None]:
+    """Allocates what these columns need; the returned function drops every row and has the store take them.
+
+    Args:
+        storage: the store.
+        specs: all columns that there will be.
+        linked: names among these that are linked where the store has no column yet; see `Storage.add_columns`.
+        capacity: rows per lane.
+
+    Raises:
+        OutOfMemoryError: there is too little memory; nothing changes.
+    """
+    columns, held = storage.columns, storage.columns.specs
+    if capacity == columns.capacity and not linked:
+        made = {name: spec for name, spec in specs.items() if held.get(name) != spec}
+        gone = [name for name in held if name not in specs]
+        blocks = columns.make_blocks(made) if made else {}
+
+        def take_over() -> None:
+            if made or gone:
+                columns.install(made, blocks, gone)
+    else:
+        fresh, episodes = columns.emptied(capacity), None
+        fresh.add_all({name: spec for name, spec in specs.items() if name not in linked})
+        for name in specs:
+            if name in linked:
+                cast(LinkedColumns, fresh).link(name, linked[name])
+        if storage.episodes is not None and capacity != columns.capacity:
+            episodes = Episodes(Ring(storage.ring.counters, capacity), columns.order)
+
+        def take_over() -> None:
+            storage.take_columns(fresh, episodes)
+
+    def drop_rows() -> None:
+        with storage.lock:
+            storage.clear()
+            take_over()
+            storage.note_rewrite()
+            storage.poison(specs)
+
+    return drop_rows
+
+
+def restore_columns(
+    storage: Storage,
+    arrays: SavedArrays,
+    linked: Mapping[str, str],
+    links: Mapping[str, Mapping[str, np.ndarray]],
+    n_slots: int,
+    counters: np.ndarray,
+) -> None:
+    """Reads the columns of numbers into a store, piece by piece; one may be linked in the file, in the store, or both.
+
+    Args:
+        storage: the store, without rows.
+        arrays: the file.
+        linked: the columns that are linked in the file -> their sources.
+        links: what was read of them.
+        n_slots: how many slots of each lane the file holds.
+        counters: of the file.
+    """
+    columns = storage.columns
+    for name in [name for name in columns.links if name not in linked]:
+        cast(LinkedColumns, columns).unlink(name)
+    own = [ROWS + name for name, spec in columns.specs.items() if name not in linked and not spec.is_object]
+    for name, start, rows in arrays.slots(own, columns, n_slots):
+        columns.restore_slots(name.removeprefix(ROWS), start, rows)
+    for name, source in linked.items():
+        values = arrays.pieces(f"{LINKS}{name}/values")
+        if name in columns.links:
+            cast(LinkedColumns, columns).restore_link(name, links[name], values, counters[HEAD])
+        else:
+            fill_unlinked(columns, name, source, links[name], values, n_slots, counters)

@@ -1,0 +1,95 @@
+"""The contents of a buffer for a checkpoint, cut by rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rlstructs.files.segments import Content, Cut
+from rlstructs.replay.draw.priorities import TREE_LEAVES
+from rlstructs.replay.keep.restoring import EPISODES, INNER, MORE, ROWS
+from rlstructs.replay.keep.saving import contents, restorer, used_slots
+from rlstructs.replay.rows.lanes import EXPOSED, REWRITES
+from rlstructs.replay.rows.store import Storage
+
+if TYPE_CHECKING:
+    from rlstructs.replay.buffer import Stored
+
+
+__all__ = ["cut_contents", "marks_of", "restorer"]
+
+
+def cut_contents(buffer: Stored, since: Marks) -> Content:
+    """The contents, while the locks of the buffer are held.
+
+    Args:
+        buffer: the buffer.
+        since: what `marks_of` returned for the earlier checkpoint; {} if there is none.
+    """
+    arrays, dtypes, state = contents(buffer)
+    form, cuts, changed = buffer._form, dict[str, Cut](), {}
+    for number, (prefix, each) in enumerate(_list_buffers(buffer)):
+        storage, n_slots = each._storage, used_slots(each)
+        columns, capacity = storage.columns, storage.columns.capacity
+        lead = columns.lead(n_slots)
+        parts = {EPISODES: ("episodes", (*lead, 2)), MORE + TREE_LEAVES: ("priorities", columns.lead(capacity))}
+        parts |= {ROWS + name: ("rows", (*lead, *spec.shape)) for name, spec in columns.specs.items()}
+        for role, (group, shape) in parts.items():
+            if (name := form.name(prefix + role)) in arrays:
+                cuts[name] = Cut(form.group(group, number), shape, columns.slot_axis, capacity)
+        # The program may write to live tensors without telling.
+        found = None if storage.counters.notes[EXPOSED] else find_changed(storage, since.get(prefix))
+        if found is not None:
+            changed[form.group("rows", number)] = found
+    return Content(form.kind(buffer), arrays, dtypes, state, cuts, changed)
+
+
+def marks_of(buffer: Stored) -> Marks:
+    """The state of a buffer now, for the next checkpoint's `cut_contents`."""
+    return {prefix: Mark.of(each._storage) for prefix, each in _list_buffers(buffer)}
+
+
+def _list_buffers(buffer: Stored, prefix: str = "") -> Iterator[tuple[str, Stored]]:
+    """A buffer and those in it, with what the names of their arrays begin with."""
+    yield prefix, buffer
+    for key, inner in buffer._inner().items():
+        yield from _list_buffers(inner, f"{prefix}{INNER}{key}/")
+
+
+class Mark(NamedTuple):
+    """The state of a store at a checkpoint.
+
+    Attributes:
+        storage: the store.
+        rewrites: how often rows that were there had been changed; see `Storage`.
+        head: the end of the rows of each lane, int64 (n_lanes,).
+    """
+
+    storage: weakref.ref[Storage]
+    rewrites: int
+    head: np.ndarray
+
+    @classmethod
+    def of(cls, storage: Storage) -> Mark:
+        """The state of a store now, before its rows are saved: those that come meanwhile are changed ones."""
+        return cls(weakref.ref(storage), int(storage.counters.notes[REWRITES]), storage.ring.head.copy())
+
+
+# By a name for each store.
+Marks = Mapping[str, Mark]
+
+
+def find_changed(storage: Storage, since: Mark | None) -> np.ndarray | None:
+    """Which slots hold a row, in any lane, that may have changed since, bool (capacity,); None if that is unknown."""
+    if since is None or since.storage() is not storage or since.rewrites != storage.counters.notes[REWRITES]:
+        return None
+    ring, changed = storage.ring, np.zeros(storage.ring.capacity, bool)
+    # From the head on: a killed writer may have left half of a row behind it.
+    counts = (ring.reserved - since.head).clip(0, ring.capacity)
+    for first, n in {*zip((since.head % ring.capacity).tolist(), counts.tolist(), strict=True)}:
+        changed[first : first + n] = True
+        changed[: max(0, first + n - ring.capacity)] = True
+    return changed

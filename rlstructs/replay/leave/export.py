@@ -1,0 +1,115 @@
+"""Converts samples to the arrays of torch, numpy, jax or warp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.intake.arrays import from_bits
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.interop import fit_to_jax
+
+FRAMEWORKS = ("torch", "numpy", "jax", "warp")
+UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
+
+
+class Exporter:
+    """Converts private arrays to batches.
+
+    Args:
+        framework: "torch" (a `DictTensor`), "numpy", "jax" or "warp" (an `ArrayDict` of its arrays).
+        device: of torch, jax or warp; None for the CPU in torch, and for the default device of jax and warp.
+
+    Raises:
+        SpecError: there is no such framework, or the device of numpy is not the CPU.
+    """
+
+    def __init__(self, framework: str, device: Any = None) -> None:
+        if framework not in FRAMEWORKS:
+            raise SpecError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
+        if framework == "numpy" and device is not None:
+            if str(device) != "cpu":
+                raise SpecError(f"device must be None or the CPU for numpy, got {device!r}")
+            device = None
+        self.framework, self.device = framework, device
+        self._library: Any = None
+
+    def __call__(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+        """Returns a batch of arrays that nobody else holds; without a spec, an array is of its own dtype."""
+        if self.framework == "torch":
+            return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
+        return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
+
+    def with_objects(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
+        """The same, with arrays of objects, which remain numpy arrays; a `DictTensor` omits them."""
+        objects = {name for name, array in arrays.items() if array.dtype == OBJECT}
+        batch = self({name: array for name, array in arrays.items() if name not in objects}, specs)
+        if self.framework == "torch":
+            return batch
+        # [()] of a single row is its object.
+        return ArrayDict.trusted((n, a[()] if n in objects else batch[n]) for n, a in arrays.items())
+
+    def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
+        """Converts one array; one of objects remains a numpy array, or its object if it has no axes."""
+        if array.dtype == OBJECT:
+            return array[()]
+        if self.framework == "numpy":
+            return _to_numpy(array, spec)
+        return self({name: array}, {} if spec is None else {name: spec})[name]
+
+    def _tensor(self, array: Any, spec: Spec | None) -> torch.Tensor:
+        tensor: torch.Tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+        if spec is not None and spec.is_bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        elif spec is not None and spec.dtype.kind == "u" and spec.dtype.name in UNSIGNED:
+            tensor = tensor.view(UNSIGNED[spec.dtype.name])  # stored as signed on a device
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def _converted(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> list[Any]:
+        if self.framework == "numpy":
+            if not any(spec.is_bfloat16 for spec in specs.values()):  # nearly always, and then all are of numpy
+                return [a if type(a) is np.ndarray else _host(a, specs.get(name)) for name, a in arrays.items()]
+            return [_to_numpy(array, specs.get(name)) for name, array in arrays.items()]
+        bits = {name for name in arrays if name in specs and specs[name].is_bfloat16}
+        host = {name: _host(array, specs.get(name)) for name, array in arrays.items()}
+        library = self._find_library()
+        if self.framework == "jax":
+            host = {name: fit_to_jax(name, array) for name, array in host.items()}
+        dtypes = [library.dtype_from_name("bfloat16") if n in bits else library.dtype(a.dtype) for n, a in host.items()]
+        return list(library.hand_over(list(host.values()), dtypes, library.device(self.device)))
+
+    def _find_library(self) -> Any:
+        if self._library is None:
+            if self.framework == "jax":
+                from rlstructs.frameworks.jax import Jax
+
+                self._library = Jax()
+            else:
+                from rlstructs.frameworks.warp import Warp
+
+                self._library = Warp()
+        return self._library
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_library": None}
+
+
+def _host(array: Any, spec: Spec | None) -> np.ndarray:
+    """Converts values of a column, of numpy or torch, to a numpy array."""
+    if isinstance(array, np.ndarray):
+        return array
+    values: np.ndarray = array.cpu().numpy()
+    return values if spec is None else values.view(spec.dtype)
+
+
+def _to_numpy(array: Any, spec: Spec | None) -> np.ndarray:
+    """Does the same; the bits of bfloat16 become float32."""
+    values = _host(array, spec)
+    return from_bits(values) if spec is not None and spec.is_bfloat16 else values

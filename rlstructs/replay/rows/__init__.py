@@ -1,0 +1,1 @@
+"""Bytes and lanes of a store."""

@@ -1,0 +1,226 @@
+"""Episodes: the position of each row in its episode, and the episode's length.
+
+There are two int32 per row: `time`, the position in the episode, and `length`, the number of steps of the episode, 0
+while it goes on. So the first step of the episode is `step - time`, and the last is `step - time + length - 1`. The
+newest row tells whether an episode is unfinished: nothing else has to agree with it after a writer was killed.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from rlstructs.replay.rows.backing import Backing
+from rlstructs.replay.rows.blocks import rounds
+from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.lanes import ALL, Ring
+
+EPISODE = "episode"
+PAIR = Spec(np.dtype(np.int32), (2,))
+TIME, LENGTH = 0, 1  # of a pair
+BYTES_PER_ROW = PAIR.nbytes
+# For so many lanes a loop is faster than arithmetic with indexes.
+FEW = 8
+# Later than any step.
+NO_END = np.iinfo(np.int64).max
+
+
+class Episodes:
+    """The episodes of a ring.
+
+    Args:
+        ring: the counters; later ones are set as `columns.ring`.
+        order: of row ids.
+        backing: where the bytes are stored.
+    """
+
+    def __init__(self, ring: Ring, order: str, backing: Backing | None = None) -> None:
+        self.columns = Columns(ring.n_lanes, ring.capacity, order, backing)
+        self.columns.add(EPISODE, PAIR)
+        self.columns.ring = ring
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bookkeeping."""
+        return self.columns.nbytes
+
+    def open_lengths(self, lanes: slice | np.ndarray, head: int | None = None) -> np.ndarray:
+        """The number of steps so far of the unfinished episodes, int (n,); 0 where there is none.
+
+        Args:
+            lanes: n of them.
+            head: of all these lanes, if they have the same; saves time.
+        """
+        ring, pairs = self.columns.ring, self.columns.cells[EPISODE]
+        heads: Any = ring.head[lanes] if head is None else head
+        at: Any = lanes if head is not None else np.arange(self.columns.n_lanes)[lanes]
+        slots = (heads - 1) % ring.capacity
+        n_steps = pairs[at, slots, TIME] + 1
+        n_open = np.where(pairs[at, slots, LENGTH] == n_steps, 0, n_steps)
+        n_open[heads == ring.base[lanes]] = 0
+        return n_open
+
+    def write(
+        self,
+        lanes: slice | np.ndarray,
+        done: np.ndarray,
+        starts: np.ndarray | None = None,
+        lengths: np.ndarray | None = None,
+        head: int | None = None,
+    ) -> None:
+        """Records the T rows that follow each head, before the heads are raised.
+
+        Args:
+            lanes: n of them.
+            done: bool (n, T), whether an episode ends with this row.
+            starts: bool (n, T), whether one starts with it whatever came before.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
+            head: of all these lanes, if they have the same.
+        """
+        n_timesteps = done.shape[1]
+        if not n_timesteps:
+            return
+        carried, index = self.open_lengths(lanes, head), np.arange(n_timesteps)
+        pairs = np.zeros((*done.shape, 2), np.int32)
+        if starts is None and lengths is None and not done.any():
+            pairs[..., TIME] = carried[:, None] + index
+            if n_timesteps == 1 and head is not None:  # as nearly always
+                self.columns.put_cells(EPISODE, lanes, head % self.columns.capacity, pairs[:, 0])
+            else:
+                self.columns.write_block({EPISODE: pairs}, lanes, n_timesteps, None, head)
+            return
+        valid = index < (n_timesteps if lengths is None else lengths[:, None])
+        first = _find_first(done, starts, valid)
+        time, ends = _times(carried, first), done.copy()
+        ends[:, :-1] |= first[:, 1:]
+        # The first end from each row on, T if there is none.
+        end = np.where(ends & valid, index, n_timesteps)
+        end = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
+        total = time[np.arange(len(time))[:, None], np.minimum(end, n_timesteps - 1)] + 1
+        pairs[..., TIME], pairs[..., LENGTH] = time, np.where(end < n_timesteps, total, 0)
+        self.columns.write_block({EPISODE: pairs}, lanes, n_timesteps, lengths, head)
+        cut, every = first[:, 0], np.arange(self.columns.n_lanes)[lanes]
+        closed = np.flatnonzero((carried > 0) & (cut | (end[:, 0] < n_timesteps)))
+        if closed.size:
+            before, n_new = carried[closed], n_timesteps if lengths is None else lengths[closed]
+            totals = np.where(cut[closed], before, total[closed, 0])
+            self.set_lengths(every[closed], before, totals, n_new)
+
+    def longest(
+        self, lanes: np.ndarray, done: np.ndarray, starts: np.ndarray | None = None, lengths: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The length of the longest episode that each n rows would be part of, int64 (n,).
+
+        Args:
+            lanes: int (n,); rows of a repeated lane would follow one another.
+            done, starts, lengths: as of `write`.
+        """
+        n, n_timesteps = done.shape
+        valid = np.ones_like(done) if lengths is None else np.arange(n_timesteps) < lengths[:, None]
+        first = _find_first(done, starts, valid)
+        carried, found = self.open_lengths(ALL).astype(np.int64), np.zeros(n, np.int64)
+        for part in rounds(lanes) if n_timesteps else ():
+            time = np.where(valid[part], _times(carried[lanes[part]], first[part]), -1)
+            found[part] = time.max(axis=1) + 1
+            counts = valid[part].sum(axis=1)
+            last = np.maximum(counts - 1, 0)[:, None]
+            ended = np.take_along_axis(done[part], last, axis=1)[:, 0]
+            after = np.where(ended, 0, np.take_along_axis(time, last, axis=1)[:, 0] + 1)
+            carried[lanes[part]] = np.where(counts > 0, after, carried[lanes[part]])
+        return found
+
+    def reopen(self, lanes: slice | np.ndarray) -> None:
+        """Removes the lengths that a killed writer gave to episodes whose ends were lost with it."""
+        every = np.arange(self.columns.n_lanes)[lanes]
+        self.set_lengths(every, self.open_lengths(lanes), np.zeros_like(every), 0)
+
+    def set_lengths(
+        self, lanes: np.ndarray, before: np.ndarray, totals: np.ndarray, n_new: Any, heads: Any = None
+    ) -> None:
+        """Sets the lengths of the newest episodes of n lanes, for those of their rows that stay.
+
+        Args:
+            lanes: int64 (n,).
+            before: int (n,), how many rows the episodes have.
+            totals: int (n,), their lengths; 0 for those that go on.
+            n_new: int or int (n,), how many rows are being written after them.
+            heads: int or int (n,), the end of their rows; None for the heads of the lanes.
+        """
+        capacity, n = self.columns.ring.capacity, lanes.size
+        heads = self.columns.ring.head[lanes] if heads is None else heads
+        if n <= FEW:
+            lengths = self.columns.cells[EPISODE][..., LENGTH]
+            ends, n_news = (x.tolist() if isinstance(x, np.ndarray) else repeat(x, n) for x in (heads, n_new))
+            places = zip(lanes.tolist(), before.tolist(), totals.tolist(), ends, n_news, strict=True)
+            for lane, n_before, total, head, n_after in places:
+                count = max(0, min(n_before, capacity - n_after))
+                start = (head - count) % capacity
+                lengths[lane, start : start + count] = total
+                if start + count > capacity:
+                    lengths[lane, : start + count - capacity] = total
+            return
+        counts = np.maximum(heads - np.maximum(heads - before, heads + n_new - capacity), 0)
+        # Of each row that stays: which of the lanes it is of, and how many of its rows come before it.
+        ordinal = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        steps = np.repeat(heads - counts, counts) + ordinal
+        rows = self.columns.at_steps(np.repeat(lanes, counts), steps)
+        self.columns.flat[EPISODE][rows, LENGTH] = np.repeat(totals, counts)
+
+    def close(self, lanes: np.ndarray, n_steps: np.ndarray | None = None) -> None:
+        """Ends the unfinished episodes of these lanes, int64 (n,), at their newest rows; `n_steps` long if known."""
+        n_steps = self.open_lengths(lanes) if n_steps is None else n_steps
+        self.set_lengths(lanes, n_steps, n_steps, 0)
+
+    def rebuild(self, done: np.ndarray) -> None:
+        """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
+        ring = self.columns.ring
+        for lane, (low, head) in enumerate(zip(ring.oldest().tolist(), ring.head.tolist(), strict=True)):
+            slots = np.arange(low, head) % ring.capacity
+            ends = np.flatnonzero(done[lane, slots])
+            bounds = np.concatenate([[0], ends + 1])
+            which = np.searchsorted(ends, np.arange(slots.size))
+            time = np.arange(slots.size) - bounds[which]
+            length = np.append(np.diff(bounds), 0)[which]
+            self.columns.cells[EPISODE][lane, slots] = np.stack([time, length], axis=1)
+
+    def times(self, rows: np.ndarray) -> np.ndarray:
+        """The positions of rows in their episodes, int64."""
+        return self.columns.flat[EPISODE].take(rows, axis=0)[..., TIME].astype(np.int64)
+
+    def begin(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows begin an episode, bool."""
+        pairs = self.columns.flat[EPISODE].take(rows, axis=0, mode="clip")
+        return np.asarray(pairs[..., TIME] == 0)
+
+    def end(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Which rows end an episode, bool; None for all rows, by row id."""
+        pairs = self.columns.flat[EPISODE]
+        pairs = pairs if rows is None else pairs.take(rows, axis=0)
+        return np.asarray(pairs[..., TIME] + 1 == pairs[..., LENGTH])
+
+    def remaining(self, rows: np.ndarray) -> np.ndarray:
+        """Steps from each row to the end of its episode, including the row; `NO_END` if it goes on."""
+        pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)
+        return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NO_END)
+
+
+def _find_first(done: np.ndarray, starts: np.ndarray | None, valid: np.ndarray) -> np.ndarray:
+    """Which of these rows are the first of an episode, as far as the rows tell, bool (n, T)."""
+    first = np.zeros_like(done) if starts is None else starts & valid
+    first[:, 1:] |= done[:, :-1]
+    return first
+
+
+def _times(carried: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The positions of T rows in their episodes, int64 (n, T).
+
+    Args:
+        carried: (n,), the position of the first row unless it begins an episode.
+        first: bool (n, T), which rows begin an episode.
+    """
+    index = np.arange(first.shape[1])
+    origin = np.where(first, index, -NO_END)
+    origin[:, 0] = np.where(first[:, 0], 0, -carried)
+    return np.asarray(index - np.maximum.accumulate(origin, axis=1))

@@ -1,0 +1,481 @@
+"""The counters of a store: how many rows each lane has had, and which of them are valid.
+
+The steps of a lane are numbered from 0, and no number is used twice; step s is in slot `s % capacity`. There are three
+counters per lane, int64, in memory that other processes may share:
+
+    base       the end of the cleared steps
+    reserved   raised before rows are written: the end of the steps that may be incomplete
+    head       raised after rows are written: the end of the complete steps
+
+The steps `[max(base, reserved - capacity), head)` are valid. A reader without a lock looks at `reserved` again after
+it has gathered rows: rows that are no longer valid may be torn. If a writer is killed while it writes, the rows that it
+was about to overwrite are lost, and the next writer starts at `head`.
+
+This rests on the order in which other processes see loads and stores. x86 keeps the order of loads, and that of stores,
+which is all that is needed. ARM and others do not: there `keep_order` keeps it, between the counters and the rows on
+both sides. Threads of one process take a lock, which keeps the order everywhere.
+
+Row ids, int64: `lane * lane_stride + slot * slot_stride`.
+
+The order of a store sets the strides: "lane" (capacity and 1) keeps the rows of a lane together, "slot" (1 and n_lanes)
+the rows of one time. Only `RowIds` calculates with row ids.
+
+`Continuity`: which rows of a lane follow on one another, so that those that do not follow begin an episode.
+
+Rollouts say the number of each row's first step in its environment's own count (`TemporalDictTensor.first_steps`). A
+rollout that a memory was not given leaves a gap in these numbers. For each lane there are three int64:
+
+    OFFSET     number of a step in its environment's count - number of the step in the lane
+    SINCE      the steps of the lane from here on have this offset
+    END        up to here
+
+Rows whose numbers are not known leave them as they are, and follow whatever is before them.
+"""
+
+from __future__ import annotations
+
+import platform
+from _thread import allocate_lock
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlstructs.checks import UNKNOWN
+from rlstructs.errors import StateError
+from rlstructs.replay.rows.backing import Backing
+
+BASE, RESERVED, HEAD = range(3)
+N_COUNTERS = 3
+ALL = slice(None)
+
+
+def is_ordered(machine: str) -> bool:
+    """Whether processors of this name, as `platform.machine` gives it, keep the order of loads and that of stores."""
+    return machine.lower() in ("x86_64", "amd64", "i386", "i486", "i586", "i686", "x86")
+
+
+IS_ORDERED = is_ordered(platform.machine())
+
+
+def keep_order() -> None:
+    """Keeps loads and stores before this call before those after it, as other processes see them."""
+    if not IS_ORDERED:
+        fence()
+
+
+def fence() -> None:
+    """Orders memory by what Python has.
+
+    What comes before a release stays before it, what comes after an acquisition stays after it, and an acquisition
+    stays after an earlier release. So a release that an acquisition follows is a full barrier; neither alone is. The
+    lock is new, so that no fork copies one that another thread holds.
+    """
+    lock = allocate_lock()
+    for _ in range(2):
+        lock.acquire()
+        lock.release()
+
+
+class Ring:
+    """Counters of `n_lanes` lanes with `capacity` rows each.
+
+    Args:
+        counters: int64 (3, n_lanes), zeros for a new ring.
+        capacity: rows per lane.
+
+    Example:
+        >>> ring = Ring(np.zeros((N_COUNTERS, 2), np.int64), capacity=4)
+        >>> ring.reserve(slice(0, 1), 6)
+        >>> ring.publish(slice(0, 1), 6)
+        >>> ring.oldest().tolist(), ring.head.tolist(), len(ring)
+        ([2, 0], [6, 0], 4)
+    """
+
+    def __init__(self, counters: np.ndarray, capacity: int) -> None:
+        self.counters = counters
+        self.capacity = capacity
+        self.base, self.reserved, self.head = counters
+
+    @property
+    def n_lanes(self) -> int:
+        """Number of lanes."""
+        return int(self.head.size)
+
+    def __len__(self) -> int:
+        return int((self.head - self.oldest()).clip(0).sum())
+
+    def oldest(self) -> np.ndarray:
+        """The first valid step of each lane, int64 (n_lanes,)."""
+        return np.asarray(np.maximum(self.base, self.reserved - self.capacity))
+
+    def reserve(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
+        """Announces a write of `n` rows from `head` on to each of these lanes."""
+        self.reserved[lanes] = np.maximum(self.reserved[lanes], self.head[lanes] + n)
+        keep_order()
+
+    def skip_lost(self, lanes: slice | np.ndarray) -> None:
+        """Clears lanes in which a killed writer had announced to overwrite every row."""
+        lost = self.reserved[lanes] - self.capacity >= self.head[lanes]
+        if lost.any():
+            self.base[lanes] = np.where(lost, self.head[lanes], self.base[lanes])
+
+    def publish(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
+        """Announces that `n` rows are complete in each of these lanes."""
+        keep_order()
+        self.head[lanes] += n
+
+    def clear(self, alignment: int | None = None, lanes: slice | np.ndarray = ALL) -> None:
+        """Drops all rows of some lanes; the next row is written to slot 0.
+
+        Args:
+            alignment: the next step is a multiple of it; itself a multiple of the capacity, or None for the capacity.
+            lanes: the lanes.
+        """
+        alignment = self.capacity if alignment is None else alignment
+        # Above all steps of these lanes: they stay in step, and those who follow the heads notice.
+        start = (int(np.maximum(self.head, self.reserved)[lanes].max()) // alignment + 1) * alignment
+        # The head last: until then a reader finds no rows rather than invalid ones.
+        self.base[lanes] = start
+        keep_order()
+        self.reserved[lanes] = start
+        keep_order()
+        self.head[lanes] = start
+
+    def is_full(self) -> np.ndarray:
+        """Which lanes are full, bool (n_lanes,)."""
+        return np.asarray(self.head - self.base >= self.capacity)
+
+
+class InStep:
+    """Which lanes of a ring are in step, for a writer that follows the heads.
+
+    Args:
+        ring: the counters.
+
+    Attributes:
+        head: of all lanes; None if they differ.
+        n_ahead: so many lanes, the first ones, have one more row than `head` says.
+
+    Example:
+        >>> step = InStep(ring := Ring(np.zeros((N_COUNTERS, 3), np.int64), capacity=4))
+        >>> step.next_lanes(2), step.find_block(slice(0, 2), 1, RowIds(3, 4, "slot"))
+        (slice(0, 2, None), slice(0, 2, 1))
+        >>> ring.publish(slice(0, 2), 1)
+        >>> step.advance(slice(0, 2), 1, is_block=True)
+        >>> step.head, step.n_ahead, step.next_lanes(2)
+        (0, 2, None)
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._base = int(ring.base[0]) if (ring.base == ring.base[0]).all() else None
+        self._find()
+
+    def _find(self) -> None:
+        heads = self._ring.head
+        low = int(heads.min())
+        n = int((heads != low).sum())
+        is_known = bool((heads[:n] == low + 1).all())
+        self.head: int | None = low if is_known else None
+        self.n_ahead = n if is_known else 0
+
+    def next_lanes(self, n: int) -> slice | np.ndarray | None:
+        """The first `n` lanes that lack the row that others have; None if there are fewer."""
+        if self.head is not None:
+            end = self.n_ahead + n
+            return slice(self.n_ahead, end) if end <= self._ring.n_lanes else None
+        behind = np.flatnonzero(self._ring.head == self._ring.head.min())
+        return behind[:n] if n <= behind.size else None
+
+    def count_least(self) -> int:
+        """Counts the rows that the lane with the fewest has had since all were dropped."""
+        if self.head is not None and self._base is not None:
+            return self.head - self._base
+        return int((self._ring.head - self._ring.base).min())
+
+    def find_block(self, lanes: slice | np.ndarray, n_timesteps: int, ids: RowIds) -> slice | None:
+        """Indexes the next rows of lanes, or of the only lane; None if they are no block.
+
+        Args:
+            lanes: a slice has bounds, or is of all lanes.
+            n_timesteps: rows of each; more than one only if there is one lane.
+            ids: the row ids of the store.
+        """
+        if self.head is None or not isinstance(lanes, slice) or (lanes.start or 0) != self.n_ahead:
+            return None
+        slot = self.head % ids.capacity
+        if n_timesteps > 1:
+            return slice(slot, slot + n_timesteps) if slot + n_timesteps <= ids.capacity else None
+        last = (ids.n_lanes if lanes.stop is None else lanes.stop) - 1
+        first, end = (slot * ids.slot_stride + lane * ids.lane_stride for lane in (self.n_ahead, last))
+        return slice(first, end + 1, ids.lane_stride)
+
+    def advance(self, lanes: slice | np.ndarray, n_timesteps: int, is_block: bool) -> None:
+        """Follows the heads of lanes that have risen; `is_block` says whether `find_block` found their rows."""
+        head = self.head
+        if isinstance(lanes, slice) and lanes == ALL and (head is None or not is_block):
+            self.head = None if head is None else head + n_timesteps  # they keep their distances
+        elif head is None or not isinstance(lanes, slice) or not is_block:
+            self._find()
+        elif lanes.stop is None or lanes.stop == self._ring.n_lanes:
+            self.head, self.n_ahead = head + n_timesteps, 0
+        else:
+            self.n_ahead = lanes.stop
+
+
+# After the counters of the lanes: how often rows that were there have changed, whether a program has live tensors, and
+# how often episodes have changed without new rows.
+REWRITES, EXPOSED, EPISODE_CHANGES = range(3)
+N_NOTES = 3
+
+
+class Counters:
+    """Three int64 for each lane (see `Ring`), three more (see `Continuity`), and three for the store.
+
+    Args:
+        n_lanes: number of lanes.
+        backing: where the bytes are stored.
+
+    Attributes:
+        shown: the counters that this process reads by while others write, int64 (3, n_lanes); None for the shared ones.
+    """
+
+    def __init__(self, n_lanes: int, backing: Backing) -> None:
+        self._block = backing.allocate("counters", ((N_COUNTERS + N_NUMBERS) * n_lanes + N_NOTES) * 8)
+        self.shown: np.ndarray | None = None
+        self._settle: Callable[[], None] | None = None
+        self._map()
+
+    def _map(self) -> None:
+        # `REWRITES`, `EXPOSED` and `EPISODE_CHANGES`, int64, which all processes share.
+        self.notes: np.ndarray = self._block.bytes().view(np.int64)[-N_NOTES:]
+
+    @property
+    def shared(self) -> np.ndarray:
+        """The counters that all processes share, int64 (3, n_lanes)."""
+        return self._of_lanes()[:N_COUNTERS]
+
+    @property
+    def continuity(self) -> Continuity:
+        """Which steps of their environments the newest rows are, which all processes share."""
+        return Continuity(self._of_lanes()[N_COUNTERS:])
+
+    def _of_lanes(self) -> np.ndarray:
+        return self._block.bytes().view(np.int64)[:-N_NOTES].reshape(N_COUNTERS + N_NUMBERS, -1)
+
+    def read(self) -> np.ndarray:
+        """The counters that this process reads by, int64 (3, n_lanes)."""
+        return self.shared if self.shown is None else self.shown
+
+    def show(self, shown: np.ndarray | None, settle: Callable[[], None] | None) -> None:
+        """Has this process read by other counters; None ends that. `settle` waits until no other process writes."""
+        self.shown, self._settle = shown, settle
+
+    def settle(self) -> None:
+        """Waits until no other process writes, if this one reads by counters of its own."""
+        if self._settle is not None:
+            self._settle()
+
+    def take_back(self) -> None:
+        """Drops what other processes have written after what this one shows; they must have ended."""
+        assert self.shown is not None
+        # The head last: what it goes back over is reserved by then.
+        self.shared[RESERVED] = self.shown[RESERVED]
+        keep_order()
+        self.shared[HEAD] = self.shown[HEAD]
+        self.show(None, None)
+
+    def check_writable(self) -> None:
+        """Raises StateError while other processes write."""
+        if self.shown is not None:
+            raise StateError("workers write to this memory: wait for their rollouts, or reset the batcher")
+
+    def copy_to(self, backing: Backing) -> Callable[[], None]:
+        """Copies the bytes elsewhere; the returned function moves there."""
+        before = self._block.bytes()
+        block = backing.allocate("counters", before.nbytes)
+        block.bytes()[...] = before
+
+        def move() -> None:
+            self._block = block
+            self._map()
+
+        return move
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "shown": None, "_settle": None}
+        del state["notes"]
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()
+
+
+LANE, SLOT = "lane", "slot"
+
+
+class RowIds:
+    """The row ids of a store.
+
+    Args:
+        n_lanes: number of rings.
+        capacity: rows per lane.
+        order: "lane" or "slot".
+    """
+
+    def __init__(self, n_lanes: int, capacity: int, order: str = LANE) -> None:
+        self.n_lanes, self.capacity, self.order = n_lanes, capacity, order
+        self.lane_stride, self.slot_stride = (capacity, 1) if order == LANE else (1, n_lanes)
+        # Of arrays of slots of every lane in the order of the store.
+        self.slot_axis = 1 if order == LANE else 0
+        self._first_rows = np.arange(n_lanes) * self.lane_stride
+        self._in_numpy = np.array(capacity), np.array(self.slot_stride)  # with plain numbers it takes twice as long
+
+    @property
+    def n_rows(self) -> int:
+        """Number of row ids."""
+        return self.n_lanes * self.capacity
+
+    def lead(self, n_slots: int) -> tuple[int, int]:
+        """The first two axes of an array of the first `n_slots` slots of every lane, in the order of the store."""
+        return (self.n_lanes, n_slots) if self.order == LANE else (n_slots, self.n_lanes)
+
+    def by_lane(self, array: Any) -> Any:
+        """A view of such an array, or of one of this order, by lane and slot; the inverse of itself."""
+        return array if self.order == LANE else array.swapaxes(0, 1)
+
+    def rows(self, lanes: Any, slots: Any) -> np.ndarray:
+        """Row ids of slots in [0, capacity)."""
+        return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
+
+    def at_steps(self, lanes: Any, steps: Any) -> np.ndarray:
+        """Row ids of the rows for these steps; `lanes` is an index, or an array of the shape of the steps."""
+        capacity, slot_stride = self._in_numpy
+        slots = steps % capacity
+        if self.n_lanes == 1:
+            return np.asarray(slots)
+        return np.asarray(self._first_rows[lanes] + (slots if self.order == LANE else slots * slot_stride))
+
+    def between(self, low: int, high: int) -> np.ndarray:
+        """Row ids of the rows of each lane from the step `low` to before `high`, lane by lane."""
+        slots = np.arange(low % self.capacity, low % self.capacity + high - low)
+        slots[self.capacity - low % self.capacity :] -= self.capacity
+        return slots if self.n_lanes == 1 else (self._first_rows[:, None] + slots * self.slot_stride).reshape(-1)
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The lanes and slots of row ids."""
+        major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
+        return (major, minor) if self.order == LANE else (minor, major)
+
+    def lanes(self, rows: np.ndarray) -> np.ndarray:
+        """The lanes of row ids."""
+        return np.asarray(rows // self.capacity if self.order == LANE else rows % self.n_lanes)
+
+    def numbered(self, index: np.ndarray, low: int, n: int) -> np.ndarray:
+        """Row ids by number if each lane has `n` rows from the step `low` on; they are in the order of the store."""
+        if self.order == LANE:
+            lanes, ages = np.divmod(index, n) if self.n_lanes > 1 else (0, index)
+            return self.at_steps(lanes, low + ages)
+        return np.asarray((index + low * self.n_lanes) % self.n_rows)
+
+    def steps(self, rows: np.ndarray, last: Any) -> np.ndarray:
+        """The newest steps that rows can hold, up to `last`: one step for all lanes, or int64 (n_lanes,)."""
+        slots = rows  # modulo the capacity, in order "lane"
+        if self.order != LANE or isinstance(last, np.ndarray):
+            lanes, slots = self.places(rows)
+            last = last[lanes] if isinstance(last, np.ndarray) else last
+        return np.asarray(last - (last - slots) % self.capacity)
+
+    def shifted(self, rows: np.ndarray, by: Any) -> np.ndarray:
+        """Row ids of the rows so many steps after these in their lanes; `by` (L,) for rows (B, 1) must be ascending."""
+        lanes, slots = (0, rows) if self.n_lanes == 1 else self.places(rows)
+        if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:
+            low, high = slots.min() + by[0], slots.max() + by[-1]
+            if low >= 0 and high < self.capacity:  # nearly always: none crosses the end of its ring
+                return np.asarray(rows + by)
+        return self.at_steps(lanes, slots + by)
+
+
+OFFSET, SINCE, END = range(3)
+N_NUMBERS = 3
+# What follows the newest row of an empty lane.
+ANY = -2
+
+
+class Continuity:
+    """Tells which rows follow the newest ones of their lanes.
+
+    Args:
+        numbers: int64 (3, n_lanes), zeros for lanes of which nothing is known.
+
+    Example:
+        >>> continuity, ring = Continuity(np.zeros((N_NUMBERS, 1), np.int64)), Ring(np.zeros((3, 1), int), 9)
+        >>> lane, four = np.array([0]), np.array([4])
+        >>> ring.publish(lane, 4)
+        >>> continuity.record(lane, np.array([100]), four, ring)  # steps 100 to 103 of some environment
+        >>> [continuity.find_gaps(lane, np.array([first]), four, ring).item() for first in (104, 108)]
+        [False, True]
+    """
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._numbers = numbers
+
+    def find_gaps(self, lanes: np.ndarray, first_steps: np.ndarray, lengths: np.ndarray, ring: Ring) -> np.ndarray:
+        """Finds trajectories that do not follow the rows before them, bool (B,).
+
+        Args:
+            lanes, first_steps, lengths: int64 (B,), of the trajectories; those of one lane follow one another.
+            ring: of the store.
+        """
+        (offset, _, end), at = self._numbers, _as_index(lanes)
+        if isinstance(at, slice):  # as nearly always
+            heads = ring.head[at]
+            if (end[at] == heads).all() and (first_steps - offset[at] == heads).all():
+                return np.zeros(lanes.size, bool)
+        following = np.where(ring.head > ring.base, self.following(ring.head), ANY)
+        before = following[lanes]
+        if not isinstance(at, slice):
+            for row, (lane, first, n) in enumerate(zip(lanes.tolist(), first_steps.tolist(), lengths, strict=True)):
+                before[row], following[lane] = following[lane], UNKNOWN if first == UNKNOWN else first + n
+        return np.asarray((first_steps != UNKNOWN) & (before != first_steps) & (before != ANY))
+
+    def record(self, lanes: np.ndarray, first_steps: np.ndarray, lengths: np.ndarray, ring: Ring) -> None:
+        """Records which steps the newest rows are; the arguments are those of `find_gaps`, after the rows are written.
+
+        Without the numbers of a lane's last trajectory nothing is known of the lane.
+        """
+        at = _as_index(lanes)
+        if not isinstance(at, slice):
+            last = lanes.size - 1 - np.unique(lanes[::-1], return_index=True)[1]
+            at, first_steps, lengths = lanes[last], first_steps[last], lengths[last]
+        own, heads = self._numbers[:, at], ring.head[at]
+        begins = heads - lengths
+        offset = first_steps - begins
+        goes_on = own[OFFSET] == offset
+        if goes_on.all() and (own[END] == begins).all():  # as nearly always
+            self._numbers[END, at] = heads
+            return
+        goes_on &= (own[SINCE] < begins) & (begins <= own[END])
+        since = np.where(goes_on, own[SINCE], begins)
+        self._numbers[:, at] = np.where(first_steps != UNKNOWN, [offset, since, heads], 0)
+
+    def following(self, heads: np.ndarray) -> np.ndarray:
+        """The numbers of the steps that would follow the newest rows, int64 (n_lanes,), `UNKNOWN` where none is known.
+
+        Args:
+            heads: int64 (n_lanes,), the steps up to which there are rows; some may have been taken back.
+        """
+        offset, since, end = self._numbers
+        return np.asarray(np.where((since < heads) & (heads <= end), heads + offset, UNKNOWN))
+
+    def restore(self, following: np.ndarray, heads: np.ndarray) -> None:
+        """Sets what `following` returned for these heads."""
+        self._numbers[...] = np.where(following == UNKNOWN, 0, [following - heads, heads - 1, heads])
+
+
+def _as_index(lanes: np.ndarray) -> Any:
+    """The lanes as a slice if they are consecutive, as nearly always; otherwise as they are."""
+    is_slice = lanes.size > 0 and (lanes[1:] - lanes[:-1] == 1).all()
+    return slice(int(lanes[0]), int(lanes[0]) + lanes.size) if is_slice else lanes

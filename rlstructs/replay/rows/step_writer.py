@@ -1,0 +1,375 @@
+"""Writes one row to each of some lanes by a plan: what such a row takes is found out once, and kept.
+
+`StepWriter` does what `Storage.write` does for T = 1. Each column is looked at once: what comes in its dtype and shape
+is stored as it is, all else is converted first. Lanes that are in step are written as one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+from torch import Tensor
+
+from rlstructs.errors import SpecError
+from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
+from rlstructs.replay.intake.roles import is_info
+from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.episodes import EPISODE, LENGTH, TIME
+from rlstructs.replay.rows.lanes import EPISODE_CHANGES, InStep, keep_order
+from rlstructs.replay.rows.records import as_items
+from rlstructs.replay.rows.store import ALL, Storage
+
+# What no array has: bits of bfloat16 are always converted, and objects copied.
+BITS, NONE = np.dtype((np.void, 2)), np.dtype(np.void)
+# In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
+ROW, KEPT = -1, object()
+ONE = np.ones(1, bool)
+# A step, as numpy adds it to counters and to times most quickly.
+STEP, TIME_STEP = np.array(1), np.array(1, np.int32)
+add, count_nonzero = np.add, np.count_nonzero  # looking up names is part of what a write costs
+# Bytes of an array from which on numpy finds out more quickly than Python whether all are zero.
+MANY = 256
+
+# Converts a value for a column: (name, value, its spec) -> an array that the column takes after a cast without loss.
+Convert = Callable[[str, Any, Spec], Any]
+
+
+class _Column(NamedTuple):
+    """A column of a plan.
+
+    Attributes:
+        shape: of what is written to it, with an axis for lanes unless the plan is of `ROW`.
+        unwritten: its value where it is omitted.
+        limits: Python type -> the range of such numbers that are written as they are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    is_end: bool
+    unwritten: Any
+    limits: Mapping[type, tuple[Any, Any]]
+
+
+def has_mark(value: ndarray) -> bool:
+    """Whether a number is not zero; counting bytes is quicker for few of them, but -0.0 has one that is not 0."""
+    is_quick = value.nbytes <= MANY and value.dtype.kind != "f"
+    return value.tobytes().count(0) != value.nbytes if is_quick else bool(count_nonzero(value))
+
+
+class StepWriter:
+    """Writes to a store.
+
+    Args:
+        storage: the store.
+        ends: columns that end an episode where they are not zero, if the store has them.
+
+    Attributes:
+        done: which of the rows that were written last end an episode, bool (n,); None for none of them.
+    """
+
+    def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
+        self._storage = storage
+        self._every_end = tuple(ends)
+        self._version = -1  # the store's when `_prepare` was called, and after each write
+        self._layout: tuple[Any, ...] = ()  # of the columns that the plans are for
+        self._step = InStep(storage.ring)
+        self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns
+        self._detaches = False  # whether tensors with a gradient were given: it takes long to find out otherwise
+        self.done: ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The rest follows from them.
+        return {"storage": self._storage, "ends": self._every_end}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def forget(self) -> None:
+        """Forgets what it knows of the store, to which another writes from now on."""
+        self._version = -1
+
+    def write(
+        self,
+        tensors: Mapping[str, Any],
+        lanes: slice | ndarray | None = None,
+        convert: Convert | None = None,
+        *,
+        n_timesteps: int = 1,
+        is_row: bool = False,
+        fills: bool = False,
+        live: Collection[str] = (),
+    ) -> Mapping[str, Any] | None:
+        """Appends rows to lanes and returns the arrays given; returns None if `Storage.write` has to do it.
+
+        Args:
+            tensors: name -> `(n, ...)`, a row for each lane.
+            lanes: int64 (n,), no two the same, or a slice with bounds; None for all lanes, in order.
+            convert: converts values that a column cannot take as they are; None if there should be none.
+            n_timesteps: rows of each lane, at most the capacity; more than one, `(n_timesteps, ...)`, only in a store
+                of one lane.
+            is_row: whether these are plain numbers and arrays without an axis for lanes, of a single lane.
+            fills: whether columns may be omitted, and become unwritten, and names without a column are skipped.
+            live: columns that keep what they hold where they are omitted.
+        """
+        storage = self._storage
+        if self._version != storage.version:
+            self._prepare()
+        n_lanes = self._n_lanes if lanes is None else lanes.stop - lanes.start if type(lanes) is slice else lanes.size
+        n = ROW if is_row else n_lanes if n_timesteps == 1 else n_timesteps
+        plan = self._plans.get(n)
+        if plan is None:
+            plan = self._make_plan(n)
+        if not self._can_write or not tensors or not (fills or len(tensors) == len(plan)):
+            return None
+        try:
+            values, ended = self._take(plan, tensors, convert, fills, live)
+        except SpecError:  # `Storage.write` says what does not fit
+            return None
+        if values is None:
+            return None
+        with storage.lock:
+            if self._version != storage.version or not (storage.is_private or self._knows(lanes)):
+                return None
+            self._version = -1  # until all is done, in case of Ctrl-C
+            self.done = None if not ended else ONE if is_row else any_marks(ended)
+            if lanes is None and n_timesteps == 1 and self._step.head is not None and not self._step.n_ahead:
+                self._write_block(self._flat if is_row else self._rows, values)
+            else:
+                self._write_rows(values, ALL if lanes is None else lanes, n_timesteps)
+            self._version = storage.version
+        return tensors
+
+    def _take(
+        self, plan: list[_Column], tensors: Mapping[str, Any], convert: Convert | None, fills: bool,
+        live: Collection[str],
+    ) -> tuple[list[Any] | None, list[Any]]:  # fmt: skip
+        """Converts a row: the value of each column, or `KEPT`; and the marks of ends that are not all zero."""
+        values: list[Any] = []
+        ended: list[Any] = []
+        n_missing, detaches = 0, self._detaches and convert is not None
+        for name, shape, dtype, is_end, unwritten, limits in plan:
+            value: Any = tensors.get(name)
+            kind = type(value)
+            if kind is ndarray and value.dtype is dtype and value.shape == shape and not is_end:  # as nearly always
+                values.append(value)
+                continue
+            if kind is Tensor:
+                array = None if dtype is BITS else view_tensor(value.detach() if detaches else value)
+                self._detaches = self._detaches or (array is None and value.requires_grad)
+                value = value if array is None else array
+            elif value is None:
+                n_missing += 1
+                if name in live and is_end:
+                    return None, ended
+                values.append(KEPT if name in live else unwritten)
+                continue
+            elif limits and (kind is not ndarray or value.dtype is not dtype) and is_number_of(dtype, value, limits):
+                if is_end and value:
+                    ended.append(value)
+                values.append(value)
+                continue
+            # A pickled dtype is equal, but another object.
+            is_array = type(value) is ndarray and value.shape == shape
+            if not is_array or (value.dtype is not dtype and value.dtype != dtype):
+                value = None if convert is None else self._convert(name, value, shape, convert)
+                if value is None:
+                    return None, ended
+            if is_end and has_mark(value):
+                ended.append(value)
+            values.append(value)
+        is_lacking = n_missing and (not fills or n_missing == len(plan))
+        if is_lacking or (n_missing and self._linked and not self._has_linked(values)):
+            return None, ended
+        return values, ended
+
+    def _has_linked(self, values: list[Any]) -> bool:
+        return all(type(values[at]) is type(values[source]) is ndarray for _, at, source in self._linked)
+
+    def _convert(self, name: str, value: Any, shape: tuple[int, ...], convert: Convert) -> Any:
+        """Converts a value of a column to this shape; None if it cannot be."""
+        columns, spec = self._storage.columns, self._storage.columns.specs[name]
+        is_row = len(shape) == len(spec.shape)
+        if is_row:
+            if spec.is_object:
+                one = np.empty(1, object)
+                one[0] = value
+                value = one
+            else:
+                value = (value if isinstance(value, (ndarray, Tensor)) else host_array(name, value))[None]
+        value = convert(name, value, spec)
+        if value is None:
+            return None
+        value = columns.fitted(name, value, (1,) if is_row else shape[:1], spec)
+        return value[0] if is_row else value
+
+    def _write_block(self, places: list[ndarray], values: list[Any]) -> None:
+        """Writes to slots of `places`, those of all lanes, which are in step."""
+        head = self._step.head
+        assert head is not None
+        slot, following = head % self._capacity, head + 1
+        self._reserved.fill(following)
+        keep_order()
+        for rows, value in zip(places, values):  # noqa: B905 - linked columns, the last, have none
+            if value is not KEPT:
+                rows[slot] = value
+        for name, at, source in self._linked:
+            pair = values[at], values[source]
+            if places is self._flat:  # one row without an axis for lanes
+                pair = np.asarray(pair[0])[None], np.asarray(pair[1])[None]
+            self._storage.columns.write_step(name, *pair, head)
+        if self._has_episodes:
+            open_pairs, ends = self._open_pairs, self._mark_ends(ALL)
+            self._pairs[slot] = open_pairs
+            add(open_pairs, self._one_step, open_pairs)
+            if ends is not None:
+                self._end(ends, head)
+        keep_order()
+        self._heads.fill(following)
+        self._step.head = following
+        if not self._storage.is_private:
+            self._seen.fill(following)
+
+    def _write_rows(self, values: list[Any], lanes: Any, n_timesteps: int) -> None:
+        """Writes to some lanes, to lanes that are not in step, or several rows to the only lane."""
+        heads, columns = self._heads[lanes], self._storage.columns
+        rows: Any = self._step.find_block(lanes, n_timesteps, columns)
+        is_block = rows is not None
+        if rows is None:
+            rows = columns.at_steps(lanes, heads if n_timesteps == 1 else heads + np.arange(n_timesteps))
+        following = heads + (STEP if n_timesteps == 1 else n_timesteps)
+        self._reserved[lanes] = following
+        keep_order()
+        for flat, items, value in zip(self._flat, self._items, values):  # noqa: B905 - see `_write_block`
+            if value is not KEPT:
+                given = None if is_block or items is None else as_items(value, items.dtype)
+                if given is None:
+                    flat[rows] = value
+                else:
+                    items[rows] = given  # type: ignore[index]
+        if self._linked:
+            links = {name: values[at] for name, at, _ in self._linked}
+            links |= {columns.links[name].source: values[source] for name, _, source in self._linked}
+            lead = heads.size, n_timesteps
+            links = {name: np.reshape(value, lead + columns.specs[name].shape) for name, value in links.items()}
+            columns.write_links(links, lanes, n_timesteps)
+        episodes, is_one = self._storage.episodes, n_timesteps == 1
+        if episodes is not None and self.done is not None and not is_one:
+            episodes.write(lanes, self.done[None], head=self._step.head)
+        elif episodes is not None:
+            ends, pairs, step = self._mark_ends(lanes), self._open_pairs[lanes], self._one_step[lanes]
+            self._flat_pairs[rows] = pairs if is_one else pairs + step * np.arange(n_timesteps)
+            self._open_pairs[lanes] += step if is_one else step * n_timesteps
+            if ends is not None:
+                self._end(ends, heads[self.done])
+        keep_order()
+        self._heads[lanes] = self._seen[lanes] = following
+        if episodes is not None and self.done is not None and not is_one:
+            self._open_times[:] = episodes.open_lengths(ALL)
+        self._step.advance(lanes, n_timesteps, is_block)
+
+    def _mark_ends(self, lanes: Any) -> Any:
+        """The lanes whose episodes end with the rows being written, which get their lengths; None if none does."""
+        if self.done is None:
+            return None
+        is_every = lanes is ALL and count_nonzero(self.done) == self._n_lanes
+        ends = ALL if is_every else self._every_lane[lanes][self.done]
+        self._open_lengths[ends] = self._open_times[ends] + TIME_STEP
+        return ends
+
+    def _end(self, lanes: Any, heads: Any) -> None:
+        """Ends the episodes of these lanes, which end with the rows that follow these heads."""
+        episodes = self._storage.episodes
+        assert episodes is not None
+        totals = self._open_times[lanes].copy()
+        before = totals - TIME_STEP
+        if count_nonzero(before):
+            episodes.set_lengths(self._every_lane[lanes], before, totals, 1, heads)
+        self._open_pairs[lanes] = 0
+
+    def end_episodes(self, lanes: slice | ndarray = ALL, longest: int = 1) -> None:
+        """Ends the unfinished episodes of these lanes that have at least `longest` steps, at their newest rows."""
+        storage = self._storage
+        with storage.lock:
+            if self._version != storage.version or not storage.is_private:
+                self._prepare()
+            n_steps = self._open[lanes, TIME]
+            is_ended = n_steps >= longest
+            if np.count_nonzero(is_ended):  # several times faster than `any`
+                self._version = -1
+                storage.end_episodes(lanes, n_steps * is_ended)
+                self._open[lanes, TIME] = n_steps * ~is_ended
+                self._n_changes, self._version = int(storage.counters.notes[EPISODE_CHANGES]), storage.version
+
+    def _knows(self, lanes: slice | ndarray | None) -> bool:
+        """Whether the open episodes of these lanes are as this writer left them; if not, looks at the store again."""
+        some: Any = ALL if lanes is None else lanes
+        is_changed = self._notes[EPISODE_CHANGES] != self._n_changes
+        if is_changed or self._heads[some].tobytes() != self._seen[some].tobytes():
+            self._prepare()
+        # Unless workers write, or a writer was killed.
+        return self._can_write and self._heads[some].tobytes() == self._reserved[some].tobytes()
+
+    def find_step(self) -> InStep | None:
+        """Which lanes are in step; None unless this writer alone has written since it looked."""
+        is_known = self._version == self._storage.version and self._storage.is_private
+        return self._step if is_known else None
+
+    def _prepare(self) -> None:
+        """Finds out what is needed to write to the store as it is now."""
+        storage, columns = self._storage, self._storage.columns
+        with storage.lock:
+            storage.hand_over_to(self)
+            self._version = storage.version
+            layout = (columns, columns.layout, storage.ring, storage.episodes)
+            if self._layout != layout:
+                self._layout = layout
+                self._find_columns()
+            ring = storage.ring
+            self._can_write = columns.on_host and storage.counters.shown is None
+            self._can_write &= not storage.is_private or bool((ring.reserved == ring.head).all())
+            if storage.episodes is not None:
+                self._open[:, TIME] = storage.episodes.open_lengths(ALL)
+            self._notes = storage.counters.notes
+            self._seen, self._n_changes = ring.head.copy(), int(self._notes[EPISODE_CHANGES])
+            self._step = InStep(ring)
+
+    def _find_columns(self) -> None:
+        """Finds out where the columns are."""
+        storage, columns = self._storage, self._storage.columns
+        ring, self._n_lanes, self._capacity = storage.ring, columns.n_lanes, columns.capacity
+        self._reserved, self._heads, self._plans = ring.reserved, ring.head, {}
+        names, self._every_lane = list(columns.flat) if columns.on_host else [], np.arange(self._n_lanes)
+        # The linked columns, and where the values of each and of its source are among all.
+        every = [*names, *columns.links]
+        self._linked = [(name, every.index(name), every.index(link.source)) for name, link in columns.links.items()]
+        self._flat = [columns.flat[name] for name in names]
+        self._items = [columns.items_of(name) for name in names]
+        self._rows = [columns.cells[name].swapaxes(0, 1) for name in names]
+        self._has_episodes: bool = storage.episodes is not None
+        if storage.episodes is not None:
+            # Pairs of time and length, of int32 and as one int64 each.
+            self._flat_pairs: ndarray = storage.episodes.columns.flat[EPISODE].view(np.int64)[..., 0]
+            self._pairs: ndarray = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1).view(np.int64)[..., 0]
+            self._open = np.zeros((self._n_lanes, 2), np.int32)  # those of the next rows
+            self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
+            self._open_times, self._open_lengths = self._open[:, TIME], self._open[:, LENGTH]
+            one = np.zeros_like(self._open)
+            one[:, TIME] = 1
+            self._one_step: ndarray = one.view(np.int64)[:, 0]
+
+    def _make_plan(self, n: int) -> list[_Column]:
+        """The columns of n rows."""
+        columns, lead = self._storage.columns, () if n == ROW else (n,)
+        plan = []
+        for name in [*columns.flat, *columns.links] if columns.on_host else ():
+            spec = columns.specs[name]
+            dtype = BITS if spec.is_bfloat16 else NONE if spec.is_object else np.dtype(spec.dtype.str)
+            limits = number_limits(spec, is_info(name)) if n == ROW and not spec.shape else {}
+            unwritten, is_end = columns.value(name, spec.unwritten), name in self._every_end
+            plan.append(_Column(name, (*lead, *spec.shape), dtype, is_end, unwritten, limits))
+        self._plans[n] = plan
+        return plan

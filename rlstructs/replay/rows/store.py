@@ -1,0 +1,489 @@
+"""A store: columns, the ring that says which rows are there, and the episodes in them.
+
+    write:   check the whole block -> reserve -> scatter -> episodes -> publish
+    sample:  look at the counters -> draw anchors -> expand -> gather -> look again, redraw what fell out
+
+Several processes may each write lanes of their own while others read, without a lock. Threads of one
+process take turns at writing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+
+from rlstructs.debug import is_on
+from rlstructs.errors import StateError
+from rlstructs.replay.rows.backing import Backing, Heap, Shared
+from rlstructs.replay.rows.blocks import lead_of
+from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.copies import CopiedWhole, renew_lock_after_fork
+from rlstructs.replay.rows.episodes import EPISODE, Episodes
+from rlstructs.replay.rows.lanes import ALL, EPISODE_CHANGES, LANE, REWRITES, Counters, Ring, RowIds, keep_order
+from rlstructs.replay.rows.linked import LinkedColumns
+from rlstructs.replay.rows.span import Selection, Span
+
+__all__ = ["ALL", "MAX_REDRAWS", "Storage"]
+
+# A reader that loses this often against the writers reads from a ring too small to be read at all.
+MAX_REDRAWS = 100
+A = TypeVar("A", list[Any], dict[str, Any])
+
+
+class QuickWriter(Protocol):
+    """Writes to a store of which it remembers the heads, such as a `StepWriter`."""
+
+    def forget(self) -> None:
+        """Looks at the store again before the next write."""
+
+
+class Storage(CopiedWhole):
+    """Rows of `n_lanes` lanes, the newest `capacity` of each.
+
+    Args:
+        n_lanes: rings; an environment has one of its own.
+        capacity: rows per lane.
+        order: of row ids, "lane" or "slot".
+        backing: where the bytes are stored; None for ordinary memory.
+        columns: existing ones of this size and order; None for new ones in `backing`.
+
+    Example:
+        >>> from rlstructs.replay.rows.columns import Spec
+        >>> storage = Storage(n_lanes=2, capacity=4)
+        >>> storage.columns.add("reward", Spec(np.dtype(np.float32)))
+        >>> storage.write({"reward": np.ones((2, 3), np.float32)})  # 2 lanes, 3 rows each
+        >>> len(storage)
+        6
+    """
+
+    # Number of rows, read by programs written for torchrl as `buffer._storage.max_size`.
+    max_size: int | None = None
+
+    def __init__(
+        self,
+        n_lanes: int,
+        capacity: int,
+        *,
+        order: str = LANE,
+        backing: Backing | None = None,
+        columns: Columns | None = None,
+    ) -> None:
+        backing = Heap() if backing is None else backing
+        self.columns = LinkedColumns(n_lanes, capacity, order, backing) if columns is None else columns
+        self.episodes: Episodes | None = None
+        # Clearing the store continues the steps at a multiple of this.
+        self.alignment = capacity
+        self._backing = backing
+        self.counters = Counters(n_lanes, backing)
+        self.lock = threading.RLock()
+        self._span: Span | None = None
+        self._quick_writer: weakref.ref[QuickWriter] | None = None
+        # Incremented by every change except those of a `StepWriter`.
+        self.version = 0
+        self.is_private = not isinstance(backing, Shared)
+        self._map()
+        renew_lock_after_fork(self)
+
+    def show(self, counters: np.ndarray | None, settle: Callable[[], None] | None = None) -> None:
+        """Has this process read by other counters, and refuse to write; None ends that.
+
+        `settle` waits until no other process writes.
+        """
+        self.counters.show(counters, settle)
+        self._map()
+
+    def take_back(self, shown: np.ndarray) -> None:
+        """Drops what other processes have written after what this one shows by these counters; they must have ended."""
+        if self.counters.shown is not shown:
+            return
+        self.counters.take_back()
+        self._map()
+        if self.episodes is not None:
+            self.episodes.reopen(ALL)
+
+    def _map(self) -> None:
+        self.version += 1
+        columns = self.columns
+        columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
+        # Spans have these: they live longer than columns, whose memory they would keep.
+        self._ids, self._span = RowIds(columns.n_lanes, columns.capacity, columns.order), None
+        if self.episodes is not None:
+            self.episodes.columns.ring = self.ring
+
+    def __len__(self) -> int:
+        return self.span().total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of columns and bookkeeping."""
+        return self.columns.nbytes + self.ring.counters.nbytes + (0 if self.episodes is None else self.episodes.nbytes)
+
+    def add_columns(self, specs: Mapping[str, Spec], linked: Mapping[str, str] | None = None) -> None:
+        """Adds columns; all of their rows are unwritten.
+
+        Args:
+            specs: name -> spec.
+            linked: names among these -> the columns in whose following rows they are stored; see `LinkedColumns`. The
+                store must be empty, and its columns `LinkedColumns`.
+        """
+        linked = linked or {}
+        with self.lock:
+            self.note_rewrite()
+            self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
+            for name in specs:
+                if name in linked:
+                    cast(LinkedColumns, self.columns).link(name, linked[name])
+            self.poison(specs)
+
+    def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
+        """Gives columns other specs and values, and removes others; see `Columns.exchange`.
+
+        Raises:
+            StateError: the store is shared with other processes, which would go on with the old ones.
+        """
+        if not self.is_private:
+            raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
+        with self.lock:
+            self.note_rewrite()
+            self.columns.exchange(made, gone)
+            self.poison(made)
+
+    def take_columns(self, columns: Columns, episodes: Episodes | None = None) -> Columns:
+        """Replaces the columns by others of the same order; returns the old ones.
+
+        Args:
+            columns: of the same capacity, or of another if the store is empty.
+            episodes: new ones for another capacity; None to keep those that there are.
+        """
+        with self.lock:
+            self.note_rewrite()
+            before, self.columns = self.columns, columns
+            self.episodes = self.episodes if episodes is None else episodes
+            self._map()
+            return before
+
+    def restore(self, counters: np.ndarray, episodes: np.ndarray | None, following: np.ndarray) -> None:
+        """Sets the counters and episodes of a file.
+
+        Args:
+            counters: int64 (3, n_lanes).
+            episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
+            following: int64 (n_lanes,), what `Continuity.following` returned.
+        """
+        with self.lock:
+            self._note_change(of_episodes=True)
+            self.ring.counters[...] = counters
+            self.counters.continuity.restore(following, self.ring.head)
+            if episodes is not None:
+                self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
+            elif self.episodes is not None:
+                self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+            self.note_rewrite()
+
+    def note_rewrite(self) -> None:
+        """Counts a change of rows that are there; those that are appended raise the counters."""
+        self.version += 1
+        self.counters.notes[REWRITES] += 1
+
+    def hand_over_to(self, writer: QuickWriter) -> None:
+        """Has another quick writer forget the store, of which this one remembers the heads from now on."""
+        before = self._quick_writer
+        if before is not None and (other := before()) is not None and other is not writer:
+            other.forget()
+        self._quick_writer = weakref.ref(writer)
+
+    def _note_change(self, of_episodes: bool = False) -> None:
+        self.counters.check_writable()
+        self.version += 1
+        self.counters.notes[EPISODE_CHANGES] += of_episodes
+
+    def track_episodes(self) -> Episodes:
+        """Records episodes from now on; the rows already in a lane become one episode."""
+        if self.episodes is None:
+            self.version += 1
+            self.episodes = Episodes(self.ring, self.columns.order, self._backing)
+            if len(self.ring):
+                self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+        return self.episodes
+
+    def end_episodes(self, lanes: slice | np.ndarray = ALL, n_steps: np.ndarray | None = None) -> None:
+        """Ends the unfinished episodes of these n lanes at their newest rows.
+
+        Args:
+            lanes: the lanes.
+            n_steps: int (n,), how many steps they have, 0 for those that have ended; None if that is unknown.
+        """
+        with self.lock:
+            n_steps = self.track_episodes().open_lengths(lanes) if n_steps is None else n_steps
+            if np.count_nonzero(n_steps > 0):
+                self._note_change(of_episodes=True)
+                self.track_episodes().close(np.arange(self.columns.n_lanes)[lanes], n_steps)
+
+    def rebuild_episodes(self, done: np.ndarray) -> None:
+        """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
+        with self.lock:
+            self._note_change(of_episodes=True)
+            self.track_episodes().rebuild(done)
+
+    def write(
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray = ALL, *, lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None, starts: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Appends up to T rows to each of n lanes; if T exceeds the capacity, the last rows remain.
+
+        Args:
+            block: name -> (n, T, ...), at least one; rows of the other columns become unwritten.
+            lanes: the n lanes, no two the same.
+            lengths: int64 (n,), how many of the T rows are valid; None for all.
+            done: bool (n, T), where an episode ends; None for nowhere.
+            starts: bool (n, T), where an episode starts even if the one before has not ended; None for nowhere.
+
+        Raises:
+            SpecError: an argument does not fit; nothing changes.
+        """
+        lead = lead_of(block, self.columns.n_lanes, lanes, lengths, done, starts)
+        block = self.columns.check_block(block, lead)
+        if self.episodes is not None and done is None:
+            done = np.zeros(lead, bool)
+        n_timesteps, capacity = lead[1], self.columns.capacity
+        with self.lock:
+            self._note_change()
+            if n_timesteps <= capacity:
+                self._write(block, lanes, n_timesteps, lengths, done, starts)
+                return
+            for start in range(0, n_timesteps, capacity):
+                part = slice(start, start + capacity)
+                self._write(
+                    {name: values[:, part] for name, values in block.items()},
+                    lanes,
+                    min(capacity, n_timesteps - start),
+                    None if lengths is None else (lengths - start).clip(0, capacity),
+                    None if done is None else done[:, part],
+                    None if starts is None else starts[:, part],
+                )
+
+    def _write(
+        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None,
+        done: np.ndarray | None, starts: np.ndarray | None,
+    ) -> None:  # fmt: skip
+        ring = self.ring
+        count = n_timesteps if lengths is None else lengths
+        if (ring.reserved[lanes] > ring.head[lanes]).any():  # a writer was killed
+            ring.skip_lost(lanes)
+            if self.episodes is not None:
+                self.episodes.reopen(lanes)
+        ring.reserve(lanes, count)
+        heads = ring.head[lanes]
+        first = int(heads[0]) if heads.size else 0
+        head = first if heads.size == 1 or (heads == first).all() else None
+        self.columns.write_block(block, lanes, n_timesteps, lengths, head)
+        if self.episodes is not None:
+            assert done is not None
+            self.episodes.write(lanes, done, starts, lengths, head)
+        ring.publish(lanes, count)
+
+    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
+        """Copies of some rows of some columns, `(*rows.shape, *shape)` each."""
+        if not self.columns.links:
+            return self.columns.gather(names, rows)
+        with self.lock:  # a write moves values that wait for their following row
+            return cast(LinkedColumns, self.columns).gather_linked(names, rows)
+
+    def put(self, block: Mapping[str, Any], rows: np.ndarray) -> None:
+        """Overwrites rows of some columns; the same rows stay valid.
+
+        Args:
+            block: name -> `(n, *shape)`.
+            rows: int64 (n,), no two the same.
+
+        Raises:
+            MissingKeyError, SpecError: a value does not fit; nothing changes.
+        """
+        block = self.columns.check_block(block, rows.shape)
+        with self.lock:
+            self.counters.check_writable()
+            self.note_rewrite()
+            for name, values in block.items():
+                self.columns.replace(name, rows, values)
+
+    def grow(self, capacity: int) -> None:
+        """Raises the capacity per lane. No lane may have wrapped; row ids stay the same in a store of one lane.
+
+        The capacity of an empty store may also be lowered.
+
+        Raises:
+            StateError: the store is shared with other processes, or its rows would not fit.
+        """
+        if not self.is_private:
+            raise StateError("a store that processes share cannot grow")
+        if capacity < self.columns.capacity and len(self):
+            raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
+        with self.lock:
+            self.note_rewrite()
+            self.columns.resize(capacity)
+            if self.episodes is not None:
+                self.episodes.columns.resize(capacity)
+            self._map()
+            self.poison(self.columns.specs)
+
+    def clear(self, lanes: slice | np.ndarray = ALL) -> None:
+        """Drops every row of some lanes."""
+        with self.lock:
+            self._note_change()
+            self.ring.clear(self.alignment, lanes)
+            self.poison(self.columns.specs, lanes)
+
+    def poison(self, names: Iterable[str], lanes: slice | np.ndarray = ALL) -> None:
+        """In debug mode, fills the empty rows of these columns with poison."""
+        if not is_on():
+            return
+        columns = self.columns
+        rows = columns.rows(np.arange(columns.n_lanes)[lanes][:, None], np.arange(columns.capacity)).ravel()
+        rows = rows[columns.steps(rows, self.ring.head - 1) < self.ring.oldest()[columns.lanes(rows)]]
+        for name in names:
+            if name in columns.flat:  # only rows that are read are ever written to a linked column
+                columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
+
+    def span(self, length: int = 1) -> Span:
+        """The rows that can be drawn now: valid ones with at least `length - 1` rows after them."""
+        last = self._span
+        if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
+            last = self._span = Span(self.ring, self._ids, length)
+        return last
+
+    def sample(
+        self, n: int, select: Callable[[int], Selection], read: Callable[[Selection], A], redraws: int = MAX_REDRAWS
+    ) -> tuple[Selection, A]:
+        """Draws and reads `n` samples, none of them torn by a writer.
+
+        Args:
+            select: draws a given number of samples.
+            read: gathers their values, a list or dict of arrays whose first axis is n.
+            redraws: how often samples that were overwritten may be drawn again.
+
+        Raises:
+            StateError: writers overwrite or drop rows faster than they can be read.
+        """
+        arrays = read(picked := select(n))
+        stale = self.find_overwritten(picked)
+        if stale is None:
+            return picked, arrays
+        if not redraws:
+            raise StateError("sample: rows are overwritten faster than they are read; use a larger memory")
+        # The other samples were whole when they were read; later writes do not matter.
+        again, replacements = self.sample(int(stale.sum()), select, read, redraws - 1)
+        if len(again.rows) < stale.sum():  # without replacement there may be fewer
+            raise StateError("sample: rows were dropped while they were read")
+        picked.put(stale, again)
+        for at in arrays if isinstance(arrays, dict) else range(len(arrays)):
+            arrays[at][stale] = replacements[at]
+        return picked, arrays
+
+    def read_at(
+        self,
+        rows: np.ndarray,
+        read: Callable[[Span, np.ndarray], A],
+        find_first: Callable[[Span, np.ndarray], np.ndarray] = lambda span, rows: rows,
+    ) -> A:
+        """Reads rows by their ids, none torn: threads of this process wait, and rows of other writers are read again.
+
+        Args:
+            rows: int64 (n,).
+            read: reads some of them, given the counters now; a list or dict of arrays whose first axis is theirs.
+            find_first: finds the earliest row that is read for each.
+
+        Raises:
+            StateError: another process writes to these rows, or does not end a write.
+        """
+        with self.lock:
+            span = self.span()
+            arrays, left = read(span, rows), rows
+            if self.is_current(span) and span.is_settled:
+                return arrays
+            at = np.arange(len(rows))
+            for attempt in range(MAX_REDRAWS):
+                first = find_first(span, left)
+                torn = span.steps(first) < self.ring.reserved[self.columns.lanes(first)] - self.ring.capacity
+                if not torn.any():
+                    return arrays
+                time.sleep(0.001 * (attempt > MAX_REDRAWS // 10))
+                at, left = at[torn], left[torn]
+                replacements = read(span := self.span(), left)
+                keep_order()
+                for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
+                    arrays[name][at] = replacements[name]
+        raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
+
+    def read_all(self, rows: Callable[[Span], np.ndarray], read: Callable[[np.ndarray], A]) -> tuple[np.ndarray, A]:
+        """Reads all valid rows in an order; threads of this process wait.
+
+        Args:
+            rows: lists them, int64 (n,).
+            read: reads them, a list or dict of arrays whose first axis is n.
+
+        Returns:
+            The rows and the arrays, without the rows that other processes have overwritten meanwhile.
+        """
+        with self.lock:
+            every = rows(span := self.span())
+            arrays, stale = read(every), self.find_overwritten(Selection(every[:, None], span))
+        if stale is None:
+            return every, arrays
+        for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
+            arrays[name] = arrays[name][~stale]
+        return every[~stale], arrays
+
+    def is_current(self, span: Span) -> bool:
+        """Whether nothing was written since, so that rows that were read before this call are whole."""
+        keep_order()
+        return self.ring.counters.tobytes() == span.snapshot
+
+    def find_overwritten(self, picked: Selection) -> np.ndarray | None:
+        """Which samples lack rows that have been overwritten since, bool (B,); None if none does."""
+        if self.is_current(picked.span):
+            return None
+        first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
+        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.lanes(first)])
+        return stale if stale.any() else None
+
+    def share(self) -> None:
+        """Moves everything to shared memory, for processes that are started with this object.
+
+        Raises:
+            StateError: the columns are on a device, linked, or of objects; nothing changes.
+            OutOfMemoryError: there is too little memory; nothing changes.
+        """
+        with self.lock:
+            if not self.is_private:  # it is shared already, and other processes map it
+                return
+            backing = Shared()
+            moves = [self.columns.copy_to(backing), self.counters.copy_to(backing)]
+            if self.episodes is not None:
+                moves.append(self.episodes.columns.copy_to(backing))
+            # There is room for everything.
+            for move in moves:
+                move()
+            self._backing, self.is_private = backing, False
+            self._map()
+
+    def _locks(self) -> Sequence[Any]:
+        return (self.lock,)
+
+    def _content(self) -> Any:
+        # Other processes write to a shared store at any time: it can only be copied as it is.
+        return (self.version, self.ring.counters.tobytes()) if self.is_private else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("ring", "lock", "_span", "_ids", "_quick_writer")
+        return {key: value for key, value in super().__getstate__().items() if key not in left_out}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock, self._span, self._quick_writer = threading.RLock(), None, None
+        self._map()
+        renew_lock_after_fork(self)

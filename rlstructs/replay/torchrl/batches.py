@@ -1,0 +1,403 @@
+"""Makes the batches of a `DictTensorReplayBuffer`: one by one, in passes, and before they are asked for.
+
+    caller     draws ahead, then resets the generator      | takes a batch: only now the generator moves on
+    threads    gather, transform and hand over             |
+
+The stream of batches is the same whether or not some are made ahead. A batch that was drawn ahead is what a later draw
+would give if nothing changed in between. So what was drawn ahead notes what it was drawn from; after any change all of
+it is dropped. If rows or priorities change between any two samples, nothing can be made ahead: after a change two
+samples have to follow one another before anything is drawn ahead again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstructs.checks import check_count
+from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
+from rlstructs.replay.intake.arrays import is_mapping
+from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.span import Selection
+from rlstructs.replay.torchrl import episode_marks, tensordicts
+from rlstructs.replay.torchrl.assembly import Assembly
+from rlstructs.replay.torchrl.part import join_key
+from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
+from rlstructs.replay.torchrl.slice_samplers import INSIDE, SliceSampler
+from rlstructs.structures.dict_tensor import DictTensor
+
+# More threads than this would only wait for each other.
+MAX_THREADS = 8
+
+
+class Batch:
+    """A batch that is being made; the first thread that comes does what is left to do."""
+
+    def __init__(self, draws: Draws, picked: Selection) -> None:
+        self.picked, self.after = picked, draws.place()
+        self._draws: Draws | None = draws
+        self._arrays: Any = None
+        self.future: Future[Made | None] | None = None
+
+    def read(self) -> None:
+        """Reads the rows, unless that is done. The lock is held."""
+        if self._draws is not None and self._arrays is None:
+            self._arrays = self._draws.read(self.picked)
+
+    def drop(self) -> None:
+        """Cancels it. The lock is held."""
+        if self.future is not None:
+            self.future.cancel()
+        self._draws = None
+
+    def make(self) -> Made | None:
+        """The batch; None if it was dropped."""
+        draws = self._draws
+        if draws is None:
+            return None
+        with draws.lock:
+            if self._draws is None:
+                return None
+            self.read()
+        try:
+            return draws.finish(self.picked, self._arrays)
+        finally:
+            self._draws = self._arrays = None  # they would keep the rows alive
+
+    def result(self) -> Made | None:
+        """The batch, made here if no other thread has begun to make it."""
+        if self.future is None or self.future.cancel():
+            return self.make()
+        return self.future.result()
+
+
+class Prefetch:
+    """Batches that are made ahead. The lock of the rows is held whenever a method is called.
+
+    Args:
+        depth: number of batches.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._queue: deque[Batch] = deque()
+        self._drawn_from: Any = None  # the request and the content that those in the queue were drawn from
+        self._before: Place | None = None  # the place in the stream before the first of them
+        self._is_calm = True
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __reduce__(self) -> Any:
+        return Prefetch, (self.depth,)
+
+    def take(self, draws: Draws, content: Any) -> Batch:
+        """The next batch.
+
+        Args:
+            draws: what it is drawn from.
+            content: a value that differs after every change of what is drawn from.
+        """
+        place = draws.place()
+        self._forget_after_fork()
+        drawn_from = draws.request, content
+        if self._drawn_from == drawn_from and (not self._queue or self._before == place):
+            self._is_calm = True
+        else:
+            self._is_calm = not self._queue
+            self.drop()
+        self._drawn_from = drawn_from
+        if self._queue:
+            batch = self._queue.popleft()
+            draws.go_to(batch.after)
+        else:
+            batch = Batch(draws, draws.draw())
+        draws.sampler.drawn(batch.picked)
+        batch.read()
+        self._before = batch.after
+        if self._is_calm:
+            self._fill(draws, self._queue[-1].after if self._queue else batch.after)
+        return batch
+
+    def _fill(self, draws: Draws, last: Place) -> None:
+        """Draws until there are enough; an error will come again when the batch is asked for."""
+        here = draws.place()
+        try:
+            with contextlib.suppress(ValueError, RuntimeError):
+                while len(self._queue) < self.depth:
+                    draws.go_to(last)
+                    batch = Batch(draws, draws.draw())
+                    last = batch.after
+                    self._pool = self._pool or ThreadPoolExecutor(min(self.depth, MAX_THREADS), "rlstructs-prefetch")
+                    batch.future = self._pool.submit(batch.make)
+                    self._queue.append(batch)
+        finally:
+            draws.go_to(here)
+
+    def _forget_after_fork(self) -> None:
+        """In a forked process, forgets the batches of threads that only its parent has."""
+        if os.getpid() != self._pid:
+            self._queue.clear()
+            self._pool, self._pid = None, os.getpid()
+
+    def drop(self) -> None:
+        """Drops what was drawn ahead."""
+        for batch in self._queue:
+            batch.drop()
+        self._queue.clear()
+
+    def close(self) -> Callable[[], None]:
+        """Drops what was drawn ahead; returns a function that waits for the threads, to be called without the lock."""
+        self._forget_after_fork()
+        self.drop()
+        pool, self._pool, self.depth = self._pool, None, 0
+        return (lambda: None) if pool is None else (lambda: pool.shutdown(cancel_futures=True))
+
+
+class Sampling:
+    """Makes batches.
+
+    Args:
+        parts: of the buffer.
+        collate_fn: applied to a batch before all transforms; None for nothing.
+        pin_memory: whether batches are in page-locked memory.
+        depth: number of batches that are made ahead.
+    """
+
+    def __init__(
+        self, parts: Assembly, collate_fn: Callable[[Any], Any] | None, pin_memory: bool, depth: int
+    ) -> None:
+        self._parts, self._collate_fn, self._pin_memory = parts, collate_fn, pin_memory
+        self.ahead = Prefetch(depth)
+        self._in_pass = False  # of `next`
+
+    def size(self, given: int | None) -> int:
+        """The size of a batch, if this one is asked for.
+
+        Raises:
+            StateError: there is none.
+        """
+        own = self._parts.batch_size
+        if given is None and own is None:
+            raise StateError("batch_size not specified: give one to the constructor or to sample")
+        return check_count("batch_size", own if given is None else given, 0)
+
+    def make(self, n: int, with_info: bool = True, in_pass: bool = False) -> Made | None:
+        """A batch of n rows, and what is known of them; None at the end of a pass, if `in_pass`."""
+        parts = self._parts
+        with parts.lock:
+            request = self._request(n, with_info)
+            if in_pass and not parts.sampler.remains(parts.store, request[0]):
+                return None
+            draws, batch = Draws(parts, request, self._collate_fn, self._pin_memory), None
+            if self.ahead.depth:
+                batch = self.ahead.take(draws, parts.content())
+            else:
+                picked = draws.draw()
+                draws.sampler.drawn(picked)
+                arrays = draws.read(picked)
+        return draws.finish(picked, arrays) if batch is None else batch.result()
+
+    def begin_pass(self) -> None:
+        """Begins a pass over the rows."""
+        with self._parts.lock:
+            self._parts.sampler.begin_pass()
+
+    def next(self) -> Any:
+        """See `DictTensorReplayBuffer.next`."""
+        n = self.size(None)
+        if not self._in_pass:
+            self.begin_pass()
+        made = self.make(n, in_pass=True)
+        self._in_pass = made is not None
+        return None if made is None else made[0]
+
+    def is_possible(self, batch_size: int | None) -> bool:
+        """Whether a batch of this size could be made now; draws nothing."""
+        n = self.size(batch_size)
+        with self._parts.lock, contextlib.suppress(ValueError, RuntimeError):
+            draws = Draws(self._parts, self._request(n, with_info=False), None, False)
+            before = draws.place()
+            try:
+                draws.draw()
+                return True
+            finally:
+                draws.go_to(before)
+        return False
+
+    def _request(self, n: int, with_info: bool) -> Request:
+        """What to draw for a batch of n rows."""
+        parts = self._parts
+        request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
+        if not parts.store.span().total:
+            raise EmptyBufferError("Cannot sample from an empty storage.")
+        if absent := sorted(set(parts.reading.stack_keys or ()) - parts.specs.keys()):
+            raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(parts.specs)}")
+        if not parts.marks.are_known and (parts.sampler.needs_episodes or not parts.reading.is_plain):
+            keys = "no terminated, truncated or done, and no end_key or traj_key"
+            raise SpecError(f"nothing says where episodes end: {keys}")
+        return request
+
+    def close(self) -> None:
+        """Ends the threads that make batches ahead; from now on none are made."""
+        with self._parts.lock:
+            wait = self.ahead.close()
+        wait()
+
+
+# Number of draws, number of rows of each, and whether the batch holds what is known of its rows.
+Request = tuple[int, int, bool]
+# A batch, and what is known of its rows.
+Made = tuple[Any, dict[str, Any]]
+
+
+@dataclass
+class Place:
+    """A place in the stream of draws.
+
+    Attributes:
+        generator: state of the bit generator.
+        position: of the sampler.
+    """
+
+    generator: Mapping[str, Any]
+    position: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Place):
+            return NotImplemented
+        return bool(self.position == other.position and _comparable(self.generator) == _comparable(other.generator))
+
+
+class Draws:
+    """Draws rows and makes batches of them; only `finish` may be called without the lock.
+
+    It keeps the sampler, the columns and the transforms that the buffer has now: another thread may exchange them
+    before a batch is finished.
+
+    Args:
+        parts: of the buffer.
+        request: what a batch is made of.
+        collate_fn: applied to a batch before all transforms; None for nothing.
+        pin_memory: whether batches are in page-locked memory.
+    """
+
+    def __init__(
+        self, parts: Assembly, request: Request, collate_fn: Callable[[Any], Any] | None, pin_memory: bool
+    ) -> None:
+        self.lock, self._store, self._reading = parts.lock, parts.store, parts.reading
+        self._rng = parts.stream.generator
+        self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
+        self.sampler, self._transform = parts.sampler, parts.transform
+        self._specs, self._axes, self._export = parts.specs, parts.axes, parts.export
+        # Whether each draw is one row of a batch.
+        self._is_flat = type(parts.sampler).flat is Sampler.flat
+
+    def place(self) -> Place:
+        """The place in the stream of draws."""
+        return Place(self._rng.bit_generator.state, self.sampler.position())
+
+    def go_to(self, place: Place) -> None:
+        """Continues the stream of draws at a place."""
+        self._rng.bit_generator.state = place.generator
+        self.sampler.go_to(place.position)
+
+    def draw(self) -> Selection:
+        """Draws the rows of a batch."""
+        if not self.request[0]:
+            rows = np.zeros((0, 1), np.int64)
+            fields = {INSIDE: np.zeros((0, 1), bool), WEIGHT: np.zeros(0, np.float32)}
+            return Selection(rows, self._store.span(), fields)
+        return self.sampler.draw(self._store, *self.request[:2], self._rng)
+
+    def read(self, picked: Selection) -> dict[str, Any]:
+        """The columns of drawn rows, name -> `(n, length, ...)`, or `(n, ...)` of single rows, private memory."""
+        rows = picked.rows[:, 0] if self._is_flat else picked.rows
+        return self._reading.read(self._store, picked.span, list(self._specs), rows)
+
+    def finish(self, picked: Selection, arrays: dict[str, Any]) -> Made:
+        """The batch, and what is known of its rows. Several threads may call this at once."""
+        with_info, sampler, specs, axes = self.request[2], self.sampler, self._specs, self._axes
+        values = arrays
+        if not self._is_flat:
+            values = {name: sampler.flat(picked, array) for name, array in arrays.items()}
+        n_axes = 1 if axes is None else axes[""]
+        if n_axes > 1:  # a stack comes behind all axes of the batch
+            values = {k: _move_stack(v, n_axes) if self._reading.stacks(k) else v for k, v in values.items()}
+        known: dict[str, Any] = dict(sampler.info(picked))
+        if isinstance(sampler, SliceSampler):
+            known |= episode_marks.put(values, picked, sampler, specs, () if axes is None else (1,))
+        if with_info and self._collate_fn is None:
+            batch = self._export(values | known, specs)
+            info = Known((name, batch[name]) for name in known)
+            batch = tensordicts.restore_form(batch, axes)
+        else:
+            info = Known(self._export(known, specs).items())
+            batch = tensordicts.restore_form(self._export(values, specs), axes)
+            if self._collate_fn is not None:
+                batch = self._collate_fn(batch)
+                if not is_mapping(batch):
+                    raise TypeError(f"collate_fn must return a batch with keys, got {type(batch).__name__}")
+                batch = _add_columns(batch, info if with_info else {})
+        if len(self._transform):
+            batch = self._transform(batch)
+            if with_info:  # a transform may have dropped columns
+                has = tensordicts.has if tensordicts.is_tensordict(batch) else operator.contains
+                batch = _add_columns(batch, {name: value for name, value in info.items() if not has(batch, name)})
+        return (batch.pin_memory() if self._pin_memory else batch), info
+
+
+class Known(dict[str, Any]):
+    """What is known of rows, by name; ("next", "truncated") stands for `next/truncated`, as in a tensordict."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_join_names(key))
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(_join_names(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value under a name, or the default."""
+        return super().get(_join_names(key), default)
+
+
+def _join_names(key: Any) -> Any:
+    """Converts a key of torchrl to the name of a column, and leaves what is none, as that of a dict."""
+    is_path = isinstance(key, tuple) and key and all(isinstance(each, str) for each in key)
+    return join_key(key) if is_path else key
+
+
+def _move_stack(array: Any, axis: int) -> Any:
+    """Moves axis 1 of an array to this place."""
+    return array.movedim(1, axis) if isinstance(array, torch.Tensor) else np.moveaxis(array, 1, axis)
+
+
+def _add_columns(batch: Any, info: dict[str, Any]) -> Any:
+    """Adds columns to a batch, unless a transform has changed its number of rows."""
+    if not info or len(batch) != len(next(iter(info.values()))):
+        return batch
+    if isinstance(batch, DictTensor):
+        return DictTensor({**dict(batch.items()), **info})
+    if tensordicts.is_tensordict(batch):  # which stays one
+        for name, value in info.items():
+            tensordicts.put(batch, name, value)
+        return batch
+    return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118
+
+
+def _comparable(value: Any) -> Any:
+    """Converts the state of a bit generator to values that `==` compares."""
+    if isinstance(value, Mapping):
+        return {name: _comparable(each) for name, each in value.items()}
+    return value.tobytes() if isinstance(value, np.ndarray) else value
