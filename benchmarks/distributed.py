@@ -72,8 +72,12 @@ def rllib(task: Task) -> Iterator[Run]:
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
-    config = PPOConfig().environment(task.env_id).env_runners(
-        num_env_runners=N_NODES, num_envs_per_env_runner=task.n_envs, rollout_fragment_length=task.n_timesteps
+    config = (
+        PPOConfig()
+        .environment(task.env_id)
+        .env_runners(
+            num_env_runners=N_NODES, num_envs_per_env_runner=task.n_envs, rollout_fragment_length=task.n_timesteps
+        )
     )
     make = ray.remote(SingleAgentEnvRunner).remote
     runners = [make(config=config, worker_index=index + 1) for index in range(N_NODES)]

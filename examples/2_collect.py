@@ -75,15 +75,18 @@ def main(args: Args) -> None:
         n_inputs, n_actions = env.observation_space.shape[0], int(env.action_space.n)
     policy = Policy(n_inputs, n_actions)
     optimizer = torch.optim.Adam(policy.network.parameters(), lr=1e-2)
-    with RL_Batcher(
-        n_timesteps=args.n_timesteps,
-        create_agent=Policy,
-        agent_args={"n_inputs": n_inputs, "n_actions": n_actions},
-        create_env=create_env,
-        env_args={"env_id": args.env_id, "n_envs": args.n_envs},
-        n_processes=args.n_processes,
-        seeds=args.seed,
-    ) as batcher, open_log(args.track, vars(args)) as log:
+    with (
+        RL_Batcher(
+            n_timesteps=args.n_timesteps,
+            create_agent=Policy,
+            agent_args={"n_inputs": n_inputs, "n_actions": n_actions},
+            create_env=create_env,
+            env_args={"env_id": args.env_id, "n_envs": args.n_envs},
+            n_processes=args.n_processes,
+            seeds=args.seed,
+        ) as batcher,
+        open_log(args.track, vars(args)) as log,
+    ):
         batcher.update(policy.network.state_dict())
         batcher.reset()
         for number in range(1, args.n_rollouts + 1):

@@ -86,16 +86,19 @@ def main(args: Args) -> None:
     network = torch.nn.Sequential(torch.nn.Linear(n_inputs, 64), torch.nn.Tanh(), torch.nn.Linear(64, n_actions))
     network.to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    with RL_Batcher(
-        n_timesteps=args.n_timesteps,
-        create_agent=lambda: Policy(network),  # this one, not a copy
-        agent_args={},
-        create_env=create_env,
-        env_args={name: getattr(args, name) for name in ("env_id", "n_workers", "n_groups", "n_envs")},
-        n_processes=0,
-        seeds=args.seed,
-        device=args.device,
-    ) as batcher, open_log(args.track, vars(args)) as log:
+    with (
+        RL_Batcher(
+            n_timesteps=args.n_timesteps,
+            create_agent=lambda: Policy(network),  # this one, not a copy
+            agent_args={},
+            create_env=create_env,
+            env_args={name: getattr(args, name) for name in ("env_id", "n_workers", "n_groups", "n_envs")},
+            n_processes=0,
+            seeds=args.seed,
+            device=args.device,
+        ) as batcher,
+        open_log(args.track, vars(args)) as log,
+    ):
         batcher.reset()
         for number in range(1, args.n_rollouts + 1):
             batcher.execute()

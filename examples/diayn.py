@@ -126,9 +126,7 @@ def learn(networks: Networks, optimizer: torch.optim.Optimizer, batch: Trajector
         values, next_values = networks.values(seen, skills), networks.values(reached, skills)
     # Times 1 - gamma values are as large as rewards are, and not 100 times larger.
     told = {**transitions(steps), "rewards": (1 - args.gamma) * rewards}
-    advantages, targets = gae(
-        values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told
-    )
+    advantages, targets = gae(values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told)
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     actions, log_probs = steps["action/action"], steps["action/log_prob"]
     flat = [x.flatten(0, 1) for x in (seen, reached, skills, actions, log_probs, advantages, targets)]

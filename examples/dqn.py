@@ -227,9 +227,7 @@ def main(args: Args) -> None:
                 log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
                 checkpoint.save_if_due(log.n_steps)
         speed = log.close()
-        episodes = batcher.evaluate(
-            args.n_eval, args.seed + 1, agent_info=DictTensor({"epsilon": torch.zeros(n_all)})
-        )
+        episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"epsilon": torch.zeros(n_all)}))
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
 
 

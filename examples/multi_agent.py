@@ -121,9 +121,7 @@ def learn(policies: Policies, optimizer: torch.optim.Optimizer, batch: Trajector
     with torch.no_grad():
         values, _ = policies(steps["observation/frame"], index)
         next_values, _ = policies(steps["_observation/frame"], index)
-    advantages, targets = gae(
-        values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told
-    )
+    advantages, targets = gae(values=values, next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told)
     names = ("observation/frame", "observation/info/agent_index", "action/action", "action/log_prob")
     flat = [tensor[told["mask"]] for tensor in (*(steps[name] for name in names), advantages, targets)]
     for _ in range(args.n_epochs):

@@ -322,9 +322,7 @@ def replay_agent(
     if not outputs:
         return TemporalDictTensor(_replay_nothing(method, trajectories), lengths)
     # Stacked once, because writing steps into a zero tensor would make backward super-linear in T.
-    stacked = {
-        key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]
-    }
+    stacked = {key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]}
     return TemporalDictTensor(stacked, lengths)
 
 
@@ -366,8 +364,11 @@ class EmptyHistory(TemporalDictTensor):
         steps = {key: tensor[:, None][:, :0] for key, tensor in observation.items()}
         following = {f"_observation/{key}": tensor for key, tensor in steps.items()}
         # Actions have the dtype and the shape of `last_action`.
-        actions = {f"action/{key.removeprefix('last_')}": tensor for key, tensor in steps.items()
-                   if key.partition("/")[0] == "last_action"}  # fmt: skip
+        actions = {
+            f"action/{key.removeprefix('last_')}": tensor
+            for key, tensor in steps.items()
+            if key.partition("/")[0] == "last_action"
+        }
         return cls({f"observation/{key}": tensor for key, tensor in steps.items()} | actions | following)
 
     def __getitem__(self, key: str) -> torch.Tensor:

@@ -18,9 +18,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The dtypes of arrays in files, by name, in the byte order of this machine.
 DTYPES = {
     name: np.dtype(name)
-    for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-                 "float16", "float32", "float64", "complex64", "complex128")
-}  # fmt: skip
+    for name in (
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    )
+}
 # The most axes of an array, and the longest axis.
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
 # The number of a step that is not known; see `TemporalDictTensor.first_steps`.

@@ -180,9 +180,7 @@ _NO_SUMS = (0, 0.0, 0)
 _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, bool, bool))
 
 
-def _flags(
-    terminated: np.ndarray | None, truncated: np.ndarray | None, n: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _flags(terminated: np.ndarray | None, truncated: np.ndarray | None, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Both flags of n steps that ended an episode; a missing one is the opposite of the other.
 
     Without both, all of the episodes terminated.

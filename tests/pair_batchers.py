@@ -226,6 +226,7 @@ class Course:
         if case["failure"] in ENV_RESTARTS:
             settings["on_env_failure"] = "restart"
         if case["way"] == "make":
+
             def create(n_envs, seed, **arguments):
                 return create_env(n_envs=n_envs, seed=seed, **arguments)
 
@@ -501,8 +502,9 @@ def through_file(state):
 
 def widen(batch, n):
     """Memory of n rows and T timesteps for `get(out=)`."""
+
     def wide(tensor, *sizes):
-        return torch.full((*sizes, *tensor.shape[len(sizes):]), 0, dtype=tensor.dtype)
+        return torch.full((*sizes, *tensor.shape[len(sizes) :]), 0, dtype=tensor.dtype)
 
     info = DictTensor({key: wide(tensor, n) for key, tensor in batch.info.items()})
     steps = {key: wide(tensor, n, T) for key, tensor in batch.trajectories.items()}

@@ -92,6 +92,7 @@ def code_of(action, kind):
 
 def draw_actions(kind, n, generator=None):
     """Random actions of n environments, by the names of an agent's output."""
+
     def integers(low, high, *shape):
         return torch.randint(low, high, (n, *shape), generator=generator, device="cpu")
 

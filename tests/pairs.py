@@ -149,6 +149,7 @@ def tables():
 
 def run_case(table, case):
     """Runs a case; what it warns of is an error, and so is a case that hangs."""
+
     def give_up(*_):
         faulthandler.dump_traceback()
         raise TimeoutError(f"it hangs: {LIMIT} seconds")
@@ -215,8 +216,11 @@ def run_table(name, table, options):
                 run_case(table, case) if rule is None else refuse_case(table, case, rule)
             except Exception:
                 failed.append(number)
-                print(f"\n{traceback.format_exc()}\n{case}\n"
-                      f"python tests/pairs.py --only {name} --case '{written(case, table)}'", flush=True)
+                print(
+                    f"\n{traceback.format_exc()}\n{case}\n"
+                    f"python tests/pairs.py --only {name} --case '{written(case, table)}'",
+                    flush=True,
+                )
                 if options.first:
                     break
         pairs = set(table.pairs())

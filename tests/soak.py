@@ -104,9 +104,7 @@ def crc_of(array):
 
 def create_env(env_id, n_envs, seed, mean_steps=None):
     first, generation = seed.worker_index * n_envs, LIVES * seed.restart_number + seed.life
-    return GymEnvInf(
-        [Checked(gymnasium.make(env_id), first + k, generation, mean_steps) for k in range(n_envs)], seed
-    )
+    return GymEnvInf([Checked(gymnasium.make(env_id), first + k, generation, mean_steps) for k in range(n_envs)], seed)
 
 
 class Agent(RandomAgent):

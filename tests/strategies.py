@@ -31,9 +31,7 @@ def make_dict_tensor(schema, n_elems, start=1):
 
 
 def make_temporal(schema, lengths, n_timesteps, start=1):
-    tensors = {
-        key: filled((len(lengths), n_timesteps, *cell), dtype, start) for key, (dtype, cell) in schema.items()
-    }
+    tensors = {key: filled((len(lengths), n_timesteps, *cell), dtype, start) for key, (dtype, cell) in schema.items()}
     return TemporalDictTensor(tensors, torch.tensor(lengths, dtype=torch.int64))
 
 

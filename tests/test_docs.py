@@ -195,7 +195,7 @@ def test_commands_run(lines, shown, subprocess_env, tmp_path):
     for folder in ("examples", "benchmarks", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     programs = {"python": sys.executable, "rlstructs": f"{sys.executable} -m rlstructs.cli"}
-    script = [f"{name}() {{ {program} \"$@\"; }}" for name, program in programs.items()]
+    script = [f'{name}() {{ {program} "$@"; }}' for name, program in programs.items()]
     done = subprocess.run(
         ["bash", "-euc", "\n".join([*script, *lines])], capture_output=True, text=True, timeout=LIMIT,
         env=subprocess_env, cwd=tmp_path,

@@ -113,9 +113,7 @@ class Channel:
         except BlockingIOError:
             return 0
 
-    def _send_unsent(
-        self, deadline: float | None, sentinel: Callable[[], int] | None, may_drop: bool = False
-    ) -> None:
+    def _send_unsent(self, deadline: float | None, sentinel: Callable[[], int] | None, may_drop: bool = False) -> None:
         """Sends what is unsent; with `may_drop`, drops it if nothing of it could be sent."""
         poll, watched = select.poll(), None if sentinel is None else sentinel()
         # Reads meanwhile: the other side may have to finish writing before it reads.

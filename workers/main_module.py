@@ -25,8 +25,10 @@ SPAWNED_MAIN = "__mp_main__"
 _real_dict: Any = vars(types.ModuleType)["__dict__"]
 # How to fill containers: they are made empty, because they may contain themselves.
 _FILL: dict[type, Callable[[Any, Any], None]] = {
-    list: list.extend, dict: dict.update, set: set.update,
-}  # fmt: skip
+    list: list.extend,
+    dict: dict.update,
+    set: set.update,
+}
 _MISSING = object()
 
 

@@ -127,7 +127,7 @@ class WorkerPool:
 
     @property
     def states(self) -> list[str]:
-        """"idle", "busy" or "gone", by worker index."""
+        """ "idle", "busy" or "gone", by worker index."""
         return [worker.state.value for worker in self._workers]
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -343,7 +343,7 @@ class Pool(Protocol):
 
     @property
     def states(self) -> list[str]:
-        """"idle", "busy" or "gone", for each worker."""
+        """ "idle", "busy" or "gone", for each worker."""
 
     @property
     def can_restart(self) -> bool:

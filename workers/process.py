@@ -81,9 +81,7 @@ class WorkerProcess:
         """Returns a descriptor that becomes readable when the process ends."""
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
-    def send(
-        self, request: Any, message: list[bytes] | None = None, deadline: float | None = None
-    ) -> list[Future]:
+    def send(self, request: Any, message: list[bytes] | None = None, deadline: float | None = None) -> list[Future]:
         """Sends a request; a busy worker answers in the order of its requests.
 
         Args:
@@ -208,8 +206,7 @@ class WorkerProcess:
             self._exit_code = self._process.exitcode
         code = self._exit_code
         return WorkerCrashed(
-            f"worker {self.index} (pid {self.pid}) is gone: {describe_exit(code)}; "
-            f"last request: {self.last_request}",
+            f"worker {self.index} (pid {self.pid}) is gone: {describe_exit(code)}; last request: {self.last_request}",
             self.index,
             code,
         )
@@ -295,5 +292,3 @@ def _raise_start_error(error: BaseException, index: int, timeout: float | None) 
     if isinstance(error, StartError):
         text = f"worker {index} could not be started: {error}{suggest_next_step(error)}"
         raise WorkerCrashed(text, index) from error.__cause__
-
-

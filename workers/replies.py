@@ -185,9 +185,7 @@ class Exchange:
                 assert isinstance(reply, Result)
                 future.end(reply.value)
 
-    def _explain_unread(
-        self, worker: WorkerProcess, request: Build | Call | Post, error: Exception
-    ) -> WorkerError:
+    def _explain_unread(self, worker: WorkerProcess, request: Build | Call | Post, error: Exception) -> WorkerError:
         """Makes the error for a request that was not read."""
         if isinstance(error, WorkerError):
             return error

@@ -355,5 +355,3 @@ def _count_bytes(value: Any) -> int:
         return MAX_BYTES + 1
     nbytes = getattr(value, "nbytes", 0)
     return nbytes if isinstance(nbytes, int) else 0
-
-

@@ -46,9 +46,7 @@ def after_import(name: str, function: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finds awaited modules by the other finders, and makes their loaders call the functions."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _waiting:
             return None
         for finder in sys.meta_path:

@@ -70,8 +70,6 @@ logger = logging.getLogger("rlstructs")
 B = TypeVar("B", bound="RL_Batcher")
 
 
-
-
 @set_module("rlstructs")
 class RL_Batcher:
     """Runs agents in environments, in worker processes, and hands out their trajectories; `make` is the short form.
@@ -146,31 +144,59 @@ class RL_Batcher:
 
     @other_words(n_workers="n_processes", seed="seeds")
     def __init__(
-        self, n_timesteps: int, create_agent: Callable[..., RL_Agent], agent_args: Mapping[str, Any],
-        create_env: Callable[..., VecEnv], env_args: Mapping[str, Any], n_processes: int,
-        seeds: int | Sequence[int] | None = None, agent_info: DictTensor | None = None,
-        env_info: DictTensor | None = None, agent_seeds: Sequence[int] | None = None,
-        device: torch.device | str = "cpu", *, start_method: str | None = None, timeout: float | None = None,
-        on_worker_failure: str = RAISE, max_restarts: int | None = None, run_ahead: int = 0,
-        debug: bool | None = None, init_worker: Callable[[int], object] | None = None, memory: Any = None,
-        on_env_failure: str = RAISE, max_env_restarts: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        n_timesteps: int,
+        create_agent: Callable[..., RL_Agent],
+        agent_args: Mapping[str, Any],
+        create_env: Callable[..., VecEnv],
+        env_args: Mapping[str, Any],
+        n_processes: int,
+        seeds: int | Sequence[int] | None = None,
+        agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None,
+        agent_seeds: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        start_method: str | None = None,
+        timeout: float | None = None,
+        on_worker_failure: str = RAISE,
+        max_restarts: int | None = None,
+        run_ahead: int = 0,
+        debug: bool | None = None,
+        init_worker: Callable[[int], object] | None = None,
+        memory: Any = None,
+        on_env_failure: str = RAISE,
+        max_env_restarts: int | None = None,
+    ) -> None:
         self._life = Lifecycle()
         run = RunSettings(
-            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker,
-            on_env_failure, max_env_restarts,
-        ).check()  # fmt: skip
+            n_timesteps,
+            n_processes,
+            start_method,
+            timeout,
+            on_worker_failure,
+            max_restarts,
+            run_ahead,
+            init_worker,
+            on_env_failure,
+            max_env_restarts,
+        ).check()
         self._device, self._debug = find_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         settings = JobSettings(
-            check_factory("create_agent", create_agent), arguments_of("agent_args", agent_args),
-            check_factory("create_env", create_env), arguments_of("env_args", env_args),
+            check_factory("create_agent", create_agent),
+            arguments_of("agent_args", agent_args),
+            check_factory("create_env", create_env),
+            arguments_of("env_args", env_args),
             seeds_of(draw_seed() if seeds is None else seeds, run.n_workers),
             agent_seeds_of(agent_seeds, run.n_workers),
-            self._examples["agent_info"], self._examples["env_info"],
-            None if self._device.type == "cpu" else self._device, on_env_failure, max_env_restarts,
-        )  # fmt: skip
+            self._examples["agent_info"],
+            self._examples["env_info"],
+            None if self._device.type == "cpu" else self._device,
+            on_env_failure,
+            max_env_restarts,
+        )
         self._engine = self._start_engine(settings, run)
         try:
             warn_of_overlap(settings.seeds, self._engine.n_envs)
@@ -187,12 +213,20 @@ class RL_Batcher:
 
     @classmethod
     def make(
-        cls, env: str | Callable[..., Any] | EnvSpec,
-        agent: RL_Agent | torch.nn.Module | Callable[..., Any] | None = None, *, n_envs: int = 8,
-        n_workers: int | None = None, n_timesteps: int = 128, seed: int | None = None,
-        env_args: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", episode_seeds: bool = False,
-        clip_actions: bool = False, **settings: Any,
-    ) -> Self:  # fmt: skip
+        cls,
+        env: str | Callable[..., Any] | EnvSpec,
+        agent: RL_Agent | torch.nn.Module | Callable[..., Any] | None = None,
+        *,
+        n_envs: int = 8,
+        n_workers: int | None = None,
+        n_timesteps: int = 128,
+        seed: int | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+        episode_seeds: bool = False,
+        clip_actions: bool = False,
+        **settings: Any,
+    ) -> Self:
         """Makes a batcher of environments that start new episodes by themselves: the short form of the constructor.
 
         Args:
@@ -306,20 +340,32 @@ class RL_Batcher:
 
     @overload
     def get(
-        self, blocking: Literal[True] = True, out: Trajectories | None = None, *,
-        min_workers: int | None = None, preempt: float | None = None,
-    ) -> tuple[Trajectories, int]: ...  # fmt: skip
+        self,
+        blocking: Literal[True] = True,
+        out: Trajectories | None = None,
+        *,
+        min_workers: int | None = None,
+        preempt: float | None = None,
+    ) -> tuple[Trajectories, int]: ...
 
     @overload
     def get(
-        self, blocking: bool, out: Trajectories | None = None, *,
-        min_workers: int | None = None, preempt: float | None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]: ...  # fmt: skip
+        self,
+        blocking: bool,
+        out: Trajectories | None = None,
+        *,
+        min_workers: int | None = None,
+        preempt: float | None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]: ...
 
     def get(
-        self, blocking: bool = True, out: Trajectories | None = None, *,
-        min_workers: int | None = None, preempt: float | None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]:  # fmt: skip
+        self,
+        blocking: bool = True,
+        out: Trajectories | None = None,
+        *,
+        min_workers: int | None = None,
+        preempt: float | None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]:
         """Returns the rollout that `execute` started, in memory of its own.
 
         It has a row for each environment that ran when the rollout began, sorted by global index. `trajectories`,
@@ -411,7 +457,6 @@ class RL_Batcher:
         with self._life.note_failures("update", self._engine.is_halfway):
             self._engine.update(packed)
 
-
     _life: Lifecycle
     _engine: Engine
     _delivery: Delivery
@@ -472,9 +517,13 @@ class RL_Batcher:
             self._engine.feed(fed)
 
     def evaluate(
-        self, n_episodes: int, seed: int | Sequence[int], agent_info: DictTensor | None = None, *,
+        self,
+        n_episodes: int,
+        seed: int | Sequence[int],
+        agent_info: DictTensor | None = None,
+        *,
         max_steps: int | None = None,
-    ) -> DictTensor:  # fmt: skip
+    ) -> DictTensor:
         """Plays episodes with copies of the agents as they are now, in environments made for the evaluation.
 
         Environments, agents and random streams of the training stay as they are, even if the evaluation fails or is

@@ -77,9 +77,7 @@ class Delivery:
             self._kept, self._out = (trajectories, n_running), out
         return trajectories
 
-    def wait(
-        self, blocking: bool, at_least: int | None, preempt: float | None
-    ) -> tuple[int, int] | tuple[None, None]:
+    def wait(self, blocking: bool, at_least: int | None, preempt: float | None) -> tuple[int, int] | tuple[None, None]:
         """Ends the oldest rollouts without reading their rows; the arguments are those of `RL_Batcher.wait`."""
         self._life.check("wait", Phase.RUNNING)
         if self._kept is not None:  # of an interrupted `get`

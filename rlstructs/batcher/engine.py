@@ -216,9 +216,11 @@ class Engine:
         first_numbers = [record.n_ordered for record in self.supervisor.records]
         feed = None if fed is None else fed.feed
         if feed is not None or (self._fed is not None and self._fed.feed is not None):
-            self.supervisor.feed(pack(feed and dataclasses.replace(
-                feed, first_numbers=first_numbers, version_before=self.version_before
-            )))  # fmt: skip
+            self.supervisor.feed(
+                pack(
+                    feed and dataclasses.replace(feed, first_numbers=first_numbers, version_before=self.version_before)
+                )
+            )
         self._drop_fed()
         self._fed = fed
         if fed is not None:

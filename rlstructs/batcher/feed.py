@@ -70,8 +70,11 @@ class FedByWorkers:
         self.feed: Feed | None = feed
         self.first_numbers: Sequence[int] = ()
         self._storage, self._has_one_lane, self._supervisor, self._transport = (
-            storage, has_one_lane, supervisor, transport
-        )  # fmt: skip
+            storage,
+            has_one_lane,
+            supervisor,
+            transport,
+        )
         # The counters by which this process reads while rollouts are under way.
         self._shown = storage.counters.shared.copy()
         # Below these steps rows may have been overwritten by rollouts that were lost.
@@ -175,9 +178,11 @@ class FedHere:
     first_numbers: Sequence[int] = ()
 
     def __init__(
-        self, add: Callable[[Trajectories, Mapping[str, str]], None], names: Mapping[str, str],
+        self,
+        add: Callable[[Trajectories, Mapping[str, str]], None],
+        names: Mapping[str, str],
         take: Callable[[Batch], Trajectories],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._add, self._names, self._take = add, names, take
 
     def begin_rollouts(self) -> None:

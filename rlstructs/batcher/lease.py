@@ -1,7 +1,7 @@
 """`Lease`: a rollout that stays where the workers wrote it until it is released.
 
-    with batcher.lease() as (trajectories, n_running):
-        loss(trajectories)
+with batcher.lease() as (trajectories, n_running):
+    loss(trajectories)
 """
 
 from __future__ import annotations

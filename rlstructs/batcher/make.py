@@ -24,9 +24,17 @@ SET = {"create_env": "env", "create_agent": "agent", "agent_args": "agent", "n_p
 
 
 def constructor_arguments(
-    cls: type, env: Any, agent: Any, n_envs: int, n_workers: int | None, env_args: Mapping[str, Any] | None,
-    device: Any, episode_seeds: bool, clip_actions: bool, settings: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    cls: type,
+    env: Any,
+    agent: Any,
+    n_envs: int,
+    n_workers: int | None,
+    env_args: Mapping[str, Any] | None,
+    device: Any,
+    episode_seeds: bool,
+    clip_actions: bool,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
     """The arguments of the constructor of `cls` that follow from those of its `make`.
 
     Raises:

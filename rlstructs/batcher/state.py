@@ -166,8 +166,10 @@ def _check_form(where: str, given: Any, own: Any) -> None:
     elif isinstance(own, torch.Tensor):
         same = given.shape == own.shape or (given.ndim == 1 and "episodes" in where)
         if given.dtype != own.dtype or given.layout != torch.strided or not same:
-            raise SpecError(f"load_state_dict: {where} is {tuple(given.shape)} {given.dtype}, "
-                            f"expected {tuple(own.shape)} {own.dtype}")  # fmt: skip
+            raise SpecError(
+                f"load_state_dict: {where} is {tuple(given.shape)} {given.dtype}, "
+                f"expected {tuple(own.shape)} {own.dtype}"
+            )
     elif isinstance(own, (int, float)) and not 0 <= given < math.inf:
         raise SpecError(f"load_state_dict: {where} must not be negative, got {given}")
 
@@ -204,9 +206,7 @@ def take_state(engine: Engine, life: Lifecycle, delivery: Delivery, exact: bool 
         found = take_engine_state(engine, exact == "best")
     if isinstance(found, Exception):
         raise found
-    return add_exact(
-        make_state(engine), exact_state.pack(engine, found, delivery.find_phase())
-    )
+    return add_exact(make_state(engine), exact_state.pack(engine, found, delivery.find_phase()))
 
 
 def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callable[[], Callable[[], None]]:

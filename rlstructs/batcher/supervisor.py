@@ -324,9 +324,12 @@ class Supervisor:
         self._lasting[method] = arguments
 
     def _call(
-        self, method: str, *arguments: Any, is_lasting: bool = True,
+        self,
+        method: str,
+        *arguments: Any,
+        is_lasting: bool = True,
         record_sent: Callable[[list[Future]], None] | None = None,
-    ) -> list[Future]:  # fmt: skip
+    ) -> list[Future]:
         """Calls a method of every job, and waits.
 
         Args:
@@ -416,10 +419,12 @@ class Supervisor:
             failures |= more
             if method == "describe":
                 failures |= {
-                    index: SpecError(f"create_env: {self.noun} {index} has {found.n_envs} environments now, "
-                                     f"it had {self._n_envs}")
-                    for index, found in replies.items() if found.n_envs != self._n_envs
-                }  # fmt: skip
+                    index: SpecError(
+                        f"create_env: {self.noun} {index} has {found.n_envs} environments now, it had {self._n_envs}"
+                    )
+                    for index, found in replies.items()
+                    if found.n_envs != self._n_envs
+                }
         for index in indexes:
             for order in self.records[index].orders if index not in failures else ():
                 if not (order.is_lost or order.is_done):

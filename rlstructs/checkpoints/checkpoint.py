@@ -66,9 +66,18 @@ class Checkpoint:
     """
 
     def __init__(
-        self, folder: str | Path | None, *, batcher: Any = None, memory: Any = None, model: Any = None,
-        optimizer: Any = None, rng: bool = True, extra: Any = None, keep: int = 2, exact: bool | str = True,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | Path | None,
+        *,
+        batcher: Any = None,
+        memory: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        rng: bool = True,
+        extra: Any = None,
+        keep: int = 2,
+        exact: bool | str = True,
+    ) -> None:
         self._keep = check_count("keep", keep)
         if exact not in (True, False, "best"):
             raise SpecError(f"exact must be True, False or 'best', got {exact!r}")

@@ -217,14 +217,33 @@ def _bits(value: Any) -> bytes:
 
 # Settings that an optimizer has or lacks by its algorithm, whatever the version of torch. Schedulers add none of these.
 SETTINGS = {
-    "alpha", "beta2_decay", "betas", "etas", "history_size", "lambd", "lr_decay", "momentum", "momentum_decay",
-    "ns_steps", "rho",
-}  # fmt: skip
+    "alpha",
+    "beta2_decay",
+    "betas",
+    "etas",
+    "history_size",
+    "lambd",
+    "lr_decay",
+    "momentum",
+    "momentum_decay",
+    "ns_steps",
+    "rho",
+}
 # What torch's optimizers keep for each parameter in its shape.
 LIKE_PARAMETERS = {
-    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
-    "square_avg", "step_size", "sum",
-}  # fmt: skip
+    "acc_delta",
+    "ax",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "grad_avg",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "prev",
+    "square_avg",
+    "step_size",
+    "sum",
+}
 
 
 def check_fits(label: str, owner: Any, state: Any) -> None:

@@ -111,9 +111,11 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     """The same tensor, or one without what no read would make; a dict for a sparse one."""
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
         is_coo = tensor.layout is torch.sparse_coo
-        parts = [tensor._indices(), tensor._values()] if is_coo else [
-            tensor.crow_indices(), tensor.col_indices(), tensor.values()
-        ]  # fmt: skip
+        parts = (
+            [tensor._indices(), tensor._values()]
+            if is_coo
+            else [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        )
         found = {ARRAY: SPARSE, "parts": [_encode_tensor(name, part.detach()) for part in parts]}
         return {**found, "size": list(tensor.shape), "is_coalesced": is_coo and tensor.is_coalesced()}
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:

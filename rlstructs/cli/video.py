@@ -71,9 +71,13 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
         # A larger macro block would scale frames to multiples of its size. With zero latency ffmpeg holds no frames
         # back, so that it can finish in the 3 seconds that a worker has to close.
         writer: Generator[None, np.ndarray | None, None] = imageio_ffmpeg.write_frames(
-            str(self._path), (width, height), fps=self._fps, codec="libx264", macro_block_size=1,
+            str(self._path),
+            (width, height),
+            fps=self._fps,
+            codec="libx264",
+            macro_block_size=1,
             output_params=["-tune", "zerolatency"],
-        )  # fmt: skip
+        )
         writer.send(None)
         return writer
 

@@ -116,28 +116,59 @@ class RayBatcher(RL_Batcher):
             raise SpecError(f"n_nodes is {n_nodes}, which is more than n_processes, {n_processes}")
         self._n_nodes, self._placement, self._address = n_nodes, cluster.Placement(resources, placement), address
         super().__init__(
-            n_timesteps, create_agent, agent_args, create_env, env_args, n_processes, seeds, agent_info, env_info,
-            agent_seeds, device, start_method=start_method, timeout=timeout, on_worker_failure=on_worker_failure,
-            max_restarts=max_restarts, on_env_failure=on_env_failure, max_env_restarts=max_env_restarts,
-            run_ahead=run_ahead, debug=debug, init_worker=init_worker,
-        )  # fmt: skip
+            n_timesteps,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            n_processes,
+            seeds,
+            agent_info,
+            env_info,
+            agent_seeds,
+            device,
+            start_method=start_method,
+            timeout=timeout,
+            on_worker_failure=on_worker_failure,
+            max_restarts=max_restarts,
+            on_env_failure=on_env_failure,
+            max_env_restarts=max_env_restarts,
+            run_ahead=run_ahead,
+            debug=debug,
+            init_worker=init_worker,
+        )
 
     @overload  # type: ignore[override]
     def get(
-        self, blocking: Literal[True] = True, out: Trajectories | None = None, *,
-        min_nodes: int | None = None, preempt: float | None = None, min_workers: None = None,
-    ) -> tuple[Trajectories, int]: ...  # fmt: skip
+        self,
+        blocking: Literal[True] = True,
+        out: Trajectories | None = None,
+        *,
+        min_nodes: int | None = None,
+        preempt: float | None = None,
+        min_workers: None = None,
+    ) -> tuple[Trajectories, int]: ...
 
     @overload
     def get(
-        self, blocking: bool, out: Trajectories | None = None, *,
-        min_nodes: int | None = None, preempt: float | None = None, min_workers: None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]: ...  # fmt: skip
+        self,
+        blocking: bool,
+        out: Trajectories | None = None,
+        *,
+        min_nodes: int | None = None,
+        preempt: float | None = None,
+        min_workers: None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]: ...
 
     def get(
-        self, blocking: bool = True, out: Trajectories | None = None, *,
-        min_nodes: int | None = None, preempt: float | None = None, min_workers: None = None,
-    ) -> tuple[Trajectories, int] | tuple[None, None]:  # fmt: skip
+        self,
+        blocking: bool = True,
+        out: Trajectories | None = None,
+        *,
+        min_nodes: int | None = None,
+        preempt: float | None = None,
+        min_workers: None = None,
+    ) -> tuple[Trajectories, int] | tuple[None, None]:
         """Returns the rollout that `execute` started, in memory of its own; see `RL_Batcher.get`.
 
         Args:

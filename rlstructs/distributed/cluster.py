@@ -94,8 +94,11 @@ def this_machine() -> str:
 
 def list_machines() -> dict[str, Machine]:
     """Lists the machines that Ray thinks are alive, by `node_id`."""
-    found = (Machine(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
-             for node in import_ray().nodes() if node["Alive"])  # fmt: skip
+    found = (
+        Machine(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
+        for node in import_ray().nodes()
+        if node["Alive"]
+    )
     return {machine.node_id: machine for machine in found}
 
 
@@ -111,8 +114,13 @@ def is_death(error: Exception) -> bool:
     """Whether Ray's error says that the actor is gone; otherwise only a reply may be lost."""
     from ray import exceptions
 
-    gone = (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ActorUnschedulableError,
-            exceptions.ActorPlacementGroupRemoved, exceptions.RuntimeEnvSetupError)  # fmt: skip
+    gone = (
+        exceptions.RayActorError,
+        exceptions.NodeDiedError,
+        exceptions.ActorUnschedulableError,
+        exceptions.ActorPlacementGroupRemoved,
+        exceptions.RuntimeEnvSetupError,
+    )
     return isinstance(error, gone) and not isinstance(error, exceptions.ActorUnavailableError)
 
 
@@ -138,8 +146,9 @@ class Placement:
     def check(self) -> None:
         """Raises SpecError if no machine has what an actor reserves, even with nothing else on it."""
         if self.strategy is None and not self._list_fitting():
-            raise SpecError(f"resources: no machine of the cluster has {self}; all together have "
-                            f"{import_ray().cluster_resources()}")  # fmt: skip
+            raise SpecError(
+                f"resources: no machine of the cluster has {self}; all together have {import_ray().cluster_resources()}"
+            )
 
     def choose(self, taken: list[str]) -> Machine | None:
         """Chooses the machine with the fewest actors that has room for one; None to leave it to Ray.
@@ -150,8 +159,11 @@ class Placement:
         if self.strategy is not None:
             return None
         unreserved = list_free_resources()
-        with_room = (machine for machine in self._list_fitting()
-                     if self._has_room(machine, unreserved.get(machine.node_id, {}), taken))  # fmt: skip
+        with_room = (
+            machine
+            for machine in self._list_fitting()
+            if self._has_room(machine, unreserved.get(machine.node_id, {}), taken)
+        )
         fitting = sorted(with_room, key=lambda machine: taken.count(machine.node_id))
         return next((machine for machine in fitting if machine.is_reachable()), None)
 
@@ -173,8 +185,11 @@ class Placement:
 
     def _list_fitting(self) -> list[Machine]:
         """Lists the machines that have what an actor reserves."""
-        fitting = (machine for machine in list_machines().values()
-                   if all(machine.resources.get(name, 0) >= n for name, n in self._needed.items()))  # fmt: skip
+        fitting = (
+            machine
+            for machine in list_machines().values()
+            if all(machine.resources.get(name, 0) >= n for name, n in self._needed.items())
+        )
         return sorted(fitting, key=lambda machine: machine.node_id)
 
     def make_options(self, machine: Machine | None) -> dict[str, Any]:
@@ -186,9 +201,14 @@ class Placement:
         strategy = self.strategy or "SPREAD"
         if machine is not None:
             strategy = NodeAffinitySchedulingStrategy(machine.node_id, soft=True)
-        return {**options, "scheduling_strategy": strategy, "resources": resources, "max_restarts": 0,
-                "max_task_retries": 0, "runtime_env": {"env_vars": {"RAY_max_direct_call_object_size": str(INLINE)}},
-                }  # fmt: skip
+        return {
+            **options,
+            "scheduling_strategy": strategy,
+            "resources": resources,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "runtime_env": {"env_vars": {"RAY_max_direct_call_object_size": str(INLINE)}},
+        }
 
     def __str__(self) -> str:
         return str(dict(self._needed))

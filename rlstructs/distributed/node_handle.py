@@ -114,7 +114,7 @@ class Node:
 
     @property
     def state(self) -> str:
-        """"idle", "busy" or "gone"."""
+        """ "idle", "busy" or "gone"."""
         if self.error is not None:
             return "gone"
         return "busy" if self.requests else "idle"

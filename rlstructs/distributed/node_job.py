@@ -120,9 +120,7 @@ class NodeJob:
         states: by worker, the states to continue from, if this node replaces another; otherwise None.
     """
 
-    def __init__(
-        self, settings: NodeSettings, workers: slice, states: Sequence[dict[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, settings: NodeSettings, workers: slice, states: Sequence[dict[str, Any]] | None = None) -> None:
         self._workers = workers
         write_settings(SETTINGS, settings.process)
         write_libraries(settings.libraries)

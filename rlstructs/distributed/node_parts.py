@@ -117,8 +117,11 @@ class PartBuilder:
             for field in self.layout.fields
             if not field.sparse
         }
-        columns |= {field.name: np.zeros((0, *field.shape[2:]), raw_dtype(field.dtype))
-                    for field in self.layout.fields if field.sparse}  # fmt: skip
+        columns |= {
+            field.name: np.zeros((0, *field.shape[2:]), raw_dtype(field.dtype))
+            for field in self.layout.fields
+            if field.sparse
+        }
         columns |= infos
         for column in columns.values():
             column.flags.writeable = False

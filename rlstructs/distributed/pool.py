@@ -53,9 +53,13 @@ class NodePool:
     noun = "node"
 
     def __init__(
-        self, settings: bytes, job_arguments: Sequence[tuple[Any, ...]], sizes: Sequence[int], placement: Placement,
+        self,
+        settings: bytes,
+        job_arguments: Sequence[tuple[Any, ...]],
+        sizes: Sequence[int],
+        placement: Placement,
         timeout: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         placement.check()
         forget_last_interrupt()
         # Of the actors: Ray would start a cluster for requests without one, and another one does not know them.
@@ -93,7 +97,7 @@ class NodePool:
 
     @property
     def states(self) -> list[str]:
-        """"idle", "busy" or "gone", for each node."""
+        """ "idle", "busy" or "gone", for each node."""
         return [node.state for node in self.nodes]
 
     @property
@@ -301,8 +305,9 @@ class NodePool:
     def _extend_deadlines(self) -> None:
         """Gives a late node that has answered its time once more, because a long reply takes time to arrive here."""
         with self._lock:
-            late = {node.requests[0].reference: node for node in self.nodes
-                    if node.is_overdue() and not node.has_answered}  # fmt: skip
+            late = {
+                node.requests[0].reference: node for node in self.nodes if node.is_overdue() and not node.has_answered
+            }
             if late:
                 there, _ = cluster.import_ray().wait(list(late), num_returns=len(late), timeout=0.0, fetch_local=False)
                 for reference in there:
@@ -383,8 +388,10 @@ class NodePool:
 
     def _describe_unplaced(self, node: Node, seconds: float) -> str:
         """Says that a node was not placed in time, and what it needs."""
-        return (f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
-                f"and free are {cluster.import_ray().available_resources()}")  # fmt: skip
+        return (
+            f"{node} was not placed and built within {seconds:.1f} s; it needs {self._placement}, "
+            f"and free are {cluster.import_ray().available_resources()}"
+        )
 
 
 def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:

@@ -1,11 +1,11 @@
 """`RayReplay`: a replay memory that is spread over the machines of a cluster.
 
-    trainers                                     shard s: an actor of Ray
-    --------                                     ------------------------
-    extend()             ── object store ─────>  appends the steps of its environments
-    sample()             ── how many rows ────>  draws them
-                         <── object store ─────  rows, their priorities, and sums over all of its rows
-    update_priorities()  ── object store ─────>  sets those of its rows
+trainers                                     shard s: an actor of Ray
+--------                                     ------------------------
+extend()             ── object store ─────>  appends the steps of its environments
+sample()             ── how many rows ────>  draws them
+                     <── object store ─────  rows, their priorities, and sums over all of its rows
+update_priorities()  ── object store ─────>  sets those of its rows
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ class RayReplay:
             own = steps.at(np.flatnonzero(steps.lanes % self._n_shards == shard))
             sent.append(cluster.import_ray().put(columns_of(replace(own, lanes=own.lanes // self._n_shards))))
         with defer_interrupt():  # either all shards get their rows, or none does
-            asked = [self._pool.ask("extend", dtypes, largest, own, only=[shard])[0]
-                     for shard, own in enumerate(sent)]  # fmt: skip
+            asked = [self._pool.ask("extend", dtypes, largest, own, only=[shard])[0] for shard, own in enumerate(sent)]
         self._pool.gather(asked)
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
@@ -259,9 +258,17 @@ class RayReplay:
         self._check_open("stats", asks_shards=False)
         nodes = self._pool.nodes
         shards = [
-            {"shard": node.index, "node_id": node.node_id, "address": node.address, "pid": node.pid,
-             "state": node.state, "rows": node.report["rows"], "nbytes": node.report["nbytes"]} for node in nodes
-        ]  # fmt: skip
+            {
+                "shard": node.index,
+                "node_id": node.node_id,
+                "address": node.address,
+                "pid": node.pid,
+                "state": node.state,
+                "rows": node.report["rows"],
+                "nbytes": node.report["nbytes"],
+            }
+            for node in nodes
+        ]
         return {"shards": shards, **{key: sum(shard[key] for shard in shards) for key in ("rows", "nbytes")}}
 
     def save(self, path: str | Path) -> None:
@@ -362,10 +369,15 @@ class RayReplay:
         leaves = np.concatenate([own.pop("/" + LEAF) for own in columns])
         least = min(report["least"] for report in self._pool.reports if report["rows"])
         joined = {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
-        found = {name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtype)
-                 for name, dtype in dtypes.items()}  # fmt: skip
-        more = {name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
-                 for name in joined if name.startswith("/")}  # fmt: skip
+        found = {
+            name: tensor_of(joined[name].reshape(*lead, *joined[name].shape[1:]), dtype)
+            for name, dtype in dtypes.items()
+        }
+        more = {
+            name.removeprefix("/"): torch.from_numpy(joined[name].reshape(lead))
+            for name in joined
+            if name.startswith("/")
+        }
         weights = importance_weights(leaves, min(least, leaves.min()), self.beta)
         return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
 

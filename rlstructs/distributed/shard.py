@@ -58,8 +58,13 @@ class ShardFile(NamedTuple):
 
 def columns_of(steps: Steps) -> Columns:
     """The columns that are sent to a shard for these steps: values by name, and what else describes them."""
-    marks = {LENGTHS: steps.lengths, LANES: steps.lanes, DONE: steps.done, STARTS: steps.starts,
-             FIRST_STEPS: steps.first_steps}  # fmt: skip
+    marks = {
+        LENGTHS: steps.lengths,
+        LANES: steps.lanes,
+        DONE: steps.done,
+        STARTS: steps.starts,
+        FIRST_STEPS: steps.first_steps,
+    }
     return {**steps.values, **{name: each for name, each in marks.items() if each is not None}}
 
 
@@ -186,8 +191,14 @@ class Shard:
         held = memory.get_tensor_names() if len(memory) else []
         names = [name for key in self._settings.names for name in held if _is_of(name, key)]
         dtypes = {name: memory.get_tensor_by_name(name).dtype for name in names}
-        return {"rows": len(memory), "sums": sums, "least": least, "largest": memory.largest,
-                "nbytes": memory.nbytes, "dtypes": dtypes}  # fmt: skip
+        return {
+            "rows": len(memory),
+            "sums": sums,
+            "least": least,
+            "largest": memory.largest,
+            "nbytes": memory.nbytes,
+            "dtypes": dtypes,
+        }
 
     def add_kind(self, kind: Kind) -> None:
         """Makes reports sum up priorities for one more kind of draw."""
@@ -264,9 +275,12 @@ class Shard:
     def _make_memory(self) -> ShardMemory:
         settings = self._settings
         return ShardMemory(
-            memory_size=settings.memory_size, num_envs=self._num_envs, alpha=settings.alpha, seed=self._seed,
+            memory_size=settings.memory_size,
+            num_envs=self._num_envs,
+            alpha=settings.alpha,
+            seed=self._seed,
             device="cpu",
-        )  # fmt: skip
+        )
 
 
 def _is_of(name: str, key: str) -> bool:

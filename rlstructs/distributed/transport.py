@@ -101,8 +101,9 @@ class NodeTransport(Transport):
     def _build_part(self, node: int, order: RolloutOrder, rows: np.ndarray) -> Part:
         if not order.is_lost:
             return self._builder.build(node, order.request.value.columns)
-        infos: Columns = {f"{name}/{key}": raw_of(tensor)[rows]
-                          for name, info in self.infos.items() for key, tensor in info.items()}  # fmt: skip
+        infos: Columns = {
+            f"{name}/{key}": raw_of(tensor)[rows] for name, info in self.infos.items() for key, tensor in info.items()
+        }
         return self._builder.build_lost(node, infos, rows.size)
 
 

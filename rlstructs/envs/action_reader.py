@@ -139,11 +139,7 @@ class ActionReader:
         needs_integers = leaf.dtype.kind != "f"
         takes_bools = leaf.dtype.kind == "b" or isinstance(leaf.space, spaces.MultiBinary)
         is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-        if (
-            needs_integers != is_integer
-            or tensor.dtype.is_complex
-            or (tensor.dtype == torch.bool and not takes_bools)
-        ):
+        if needs_integers != is_integer or tensor.dtype.is_complex or (tensor.dtype == torch.bool and not takes_bools):
             wanted = "an integer" if needs_integers else "a floating point"
             raise SpecError(f"agent: {key!r} is {show(tensor)}, expected {wanted} dtype for {leaf.space}")
         self._approved[key] = (n, tensor.shape, tensor.dtype)

@@ -36,9 +36,7 @@ class DeviceEnv:
         """Resets the environment; see `VecEnv.reset`."""
         return self._move(self._env.reset(env_info))
 
-    def step(
-        self, action: DictTensor
-    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         """Steps the environment; see `VecEnv.step`."""
         after, following = self._env.step(action.to(self._from))
         moved = self._move(after)

@@ -154,8 +154,13 @@ class EnvLives:
             self._n_episodes[k] = 0
             logger.warning(
                 "environment %d (%s) failed in %s, and is made anew: %s: %s",
-                rule.first + k, find_env_name(env), place, type(error).__name__, error, exc_info=error,
-            )  # fmt: skip
+                rule.first + k,
+                find_env_name(env),
+                place,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
             if place != "its constructor":
                 close_in_time(env, rule.first + k)
             try:

@@ -136,9 +136,7 @@ class GymEnv(RowDefaults):
         """
         return self.reset_rows(env_info).tensors(), torch.arange(len(self._envs), device="cpu")
 
-    def step(
-        self, action: DictTensor
-    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         """Steps the running environments; see `VecEnv.step`.
 
         Args:
@@ -235,9 +233,13 @@ class GymEnv(RowDefaults):
         return self._end_step(after, running, ended, fresh, gone) if ended or gone else Step(after, NO_ROWS, None, None)
 
     def _end_step(
-        self, after: Rows, running: np.ndarray, ended: list[tuple[int, bool, bool]], fresh: list[Any],
+        self,
+        after: Rows,
+        running: np.ndarray,
+        ended: list[tuple[int, bool, bool]],
+        fresh: list[Any],
         gone: dict[int, bool],
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         """Ends a step in which episodes ended or environments failed: keeps those that run, and fills the fresh rows.
 
         Args:
@@ -407,9 +409,13 @@ class GymEnvInf(GymEnv):
         clip_actions: bool = False,
     ) -> None:
         super().__init__(
-            envs, seed, keep_float64=keep_float64, info_keys=info_keys, episode_seeds=episode_seeds,
+            envs,
+            seed,
+            keep_float64=keep_float64,
+            info_keys=info_keys,
+            episode_seeds=episode_seeds,
             clip_actions=clip_actions,
-        )  # fmt: skip
+        )
         if not isinstance(defer_resets, bool):
             raise TypeError(f"defer_resets must be a bool, got {defer_resets!r}")
         self._autoreset, self.defers_resets = not defer_resets, defer_resets

@@ -324,9 +324,7 @@ class NormalizeReward(NormalizingEnv):
         >>> env.close()
     """
 
-    def __init__(
-        self, env: VecEnv, *, gamma: float = 0.99, epsilon: float = 1e-8, clip: float | None = 10.0
-    ) -> None:
+    def __init__(self, env: VecEnv, *, gamma: float = 0.99, epsilon: float = 1e-8, clip: float | None = 10.0) -> None:
         check_number("gamma", gamma)
         if not 0 <= gamma <= 1:
             raise SpecError(f"gamma must lie in [0, 1], got {gamma}")
@@ -339,8 +337,9 @@ class NormalizeReward(NormalizingEnv):
     def _make_scales(self, packing: Packing) -> dict[str, Scale]:
         shape, dtype = packing.specs.get("reward", ((1,), np.dtype(bool)))
         if shape != () or dtype.kind != "f":
-            raise SpecError(f"NormalizeReward: the environment gives no floating-point 'reward' of shape (B,): "
-                            f"{packing.specs}")  # fmt: skip
+            raise SpecError(
+                f"NormalizeReward: the environment gives no floating-point 'reward' of shape (B,): {packing.specs}"
+            )
         if RAW_REWARD in packing.specs:
             raise SpecError(f"NormalizeReward: the environment gives {RAW_REWARD!r} already")
         _check_done(self, packing)

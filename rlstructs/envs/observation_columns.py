@@ -113,9 +113,12 @@ class ObservationRows:
 
 
 def _rebuild_rows(
-    leaves: Mapping[str, Leaf], packing: Packing, n_envs: int, blocks: Mapping[str, np.ndarray],
+    leaves: Mapping[str, Leaf],
+    packing: Packing,
+    n_envs: int,
+    blocks: Mapping[str, np.ndarray],
     gathered: Sequence[np.ndarray],
-) -> ObservationRows:  # fmt: skip
+) -> ObservationRows:
     rebuilt = ObservationRows(leaves, packing, n_envs)
     for name, block in blocks.items():
         rebuilt.rows.blocks[name][...] = block

@@ -23,9 +23,7 @@ START, ENDS = "initial_state", ("done", "terminated", "truncated")
 class WritingVecEnv(VecEnv, Protocol):
     """A `VecEnv` with the method `step_into` that its documentation describes."""
 
-    def step_into(
-        self, action: DictTensor, rows: Mapping[str, np.ndarray]
-    ) -> tuple[np.ndarray, DictTensor] | None:
+    def step_into(self, action: DictTensor, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, DictTensor] | None:
         """Steps every environment, and writes the observation to rows."""
         ...
 

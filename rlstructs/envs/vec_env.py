@@ -88,9 +88,7 @@ class VecEnv(Protocol):
         """
         ...
 
-    def step(
-        self, action: DictTensor
-    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+    def step(self, action: DictTensor) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
         """Steps the running environments.
 
         Args:

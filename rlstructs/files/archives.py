@@ -27,9 +27,18 @@ from rlstructs.files.torch_archive import Writable, write_bytes, write_pt
 from rlstructs.files.zip_directory import Entry, read_directory
 
 __all__ = [
-    "BITS", "HEADER", "READERS", "WRITERS", "Archive", "Checked", "NewFile", "Reader", "checksum", "file_checksum",
+    "BITS",
+    "HEADER",
+    "READERS",
+    "WRITERS",
+    "Archive",
+    "Checked",
+    "NewFile",
+    "Reader",
+    "checksum",
+    "file_checksum",
     "npz_checksum",
-]  # fmt: skip
+]
 
 HEADER = "__header__"
 # Bytes that are read and summed up at a time, few enough for a core's cache.

@@ -30,11 +30,19 @@ NUMBERS = {form: struct.Struct(form) for form in ("<B", "<H", "<I", "<i", ">d")}
 MOST_WAITING = 10_000
 
 DTYPES_OF_STORAGES = {
-    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
-    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
-    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
-}  # fmt: skip
+}
 
 
 class StoredTensor(NamedTuple):

@@ -107,9 +107,13 @@ def write(
 
 
 def _write_group(
-    folder: Path, group: str, content: Content, before: Path | None, earlier: Mapping[str, Any] | None,
+    folder: Path,
+    group: str,
+    content: Content,
+    before: Path | None,
+    earlier: Mapping[str, Any] | None,
     shared: set[str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Writes the files of a group; returns what the header says of them, and adds to `shared` which are links."""
     cuts = {name: cut for name, cut in content.cuts.items() if cut.group == group}
     arrays = {name: content.arrays[name].reshape(cut.shape) for name, cut in cuts.items()}

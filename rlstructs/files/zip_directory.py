@@ -106,8 +106,9 @@ def _read_entry(data: bytes, at: int) -> tuple[Entry, int]:
     """Reads the entry at `at`; returns it and where the next one begins."""
     if at + ENTRY.size > len(data):
         raise ValueError("its directory ends too early")
-    (signature, _, _, flags, method, _, _, checksum, packed, nbytes, n_name, n_extra, n_comment, disk, _, _,
-     header) = ENTRY.unpack_from(data, at)  # fmt: skip
+    (signature, _, _, flags, method, _, _, checksum, packed, nbytes, n_name, n_extra, n_comment, disk, _, _, header) = (
+        ENTRY.unpack_from(data, at)
+    )
     stop = at + ENTRY.size + n_name + n_extra + n_comment
     if signature != b"PK\1\2" or stop > len(data):
         raise ValueError("its directory is damaged")

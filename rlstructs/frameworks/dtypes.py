@@ -29,9 +29,14 @@ QUANTISED = frozenset(_existing("qint8", "quint8", "qint32", "quint4x2", "quint2
 UNSUPPORTED = QUANTISED | frozenset(
     _existing(
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-        "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2",
+        "bits8",
+        "bits16",
+        "bits1x8",
+        "bits2x4",
+        "bits4x2",
+        "float4_e2m1fn_x2",
     )
-)  # fmt: skip
+)
 # Unsigned dtypes, which torch cannot write to by index -> signed dtypes of the same size.
 SIGNED = dict(zip(_existing("uint16", "uint32", "uint64"), (torch.int16, torch.int32, torch.int64), strict=True))
 # Dtypes that torch cannot pickle -> dtypes of the same size that hold their bits.

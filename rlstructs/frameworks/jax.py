@@ -94,9 +94,7 @@ class Jax:
         put = jax.device_put(named, None if is_default else device)
         return put
 
-    def live_array(
-        self, array: Any, dtype: np.dtype, name: str, shared: tuple[Any, int] | None = None
-    ) -> jax.Array:
+    def live_array(self, array: Any, dtype: np.dtype, name: str, shared: tuple[Any, int] | None = None) -> jax.Array:
         if isinstance(array, torch.Tensor):
             return _from_tensor(array.clone(), dtype)
         # A copy, because jax aliases host memory, and its arrays must not change.

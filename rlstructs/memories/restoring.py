@@ -42,9 +42,12 @@ NAMES = {
     **{MORE + name: name for name in (FOLLOWED_STEPS, DRAWN_ROWS, TREE_LEAVES)},
 }
 BOOKKEEPING = {
-    RING_NAME: np.int64, EPISODES_NAME: np.int32, FOLLOWED_STEPS: np.int64, DRAWN_ROWS: np.int64,
+    RING_NAME: np.int64,
+    EPISODES_NAME: np.int32,
+    FOLLOWED_STEPS: np.int64,
+    DRAWN_ROWS: np.int64,
     TREE_LEAVES: np.float64,
-}  # fmt: skip
+}
 
 
 class MemoryForm(Form):
@@ -175,9 +178,13 @@ class RowsReader:
     text = ""
 
     def __init__(
-        self, tensors: Tensors, specs: Mapping[str, Spec], rows: np.ndarray, values: Mapping[str, np.ndarray],
+        self,
+        tensors: Tensors,
+        specs: Mapping[str, Spec],
+        rows: np.ndarray,
+        values: Mapping[str, np.ndarray],
         more: Mapping[str, np.ndarray],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._lead, self._specs, self._rows, self._values, self._more = tensors.lead, specs, rows, values, more
 
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:

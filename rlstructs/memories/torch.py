@@ -1,9 +1,9 @@
 """Replay memories for torch, with the interface of skrl's.
 
-    memory = RandomMemory(memory_size=1000, num_envs=8)
-    memory.create_tensor("observations", size=4)
-    memory.add_samples(observations=torch.zeros(8, 4))
-    [[observations]] = memory.sample(["observations"], batch_size=32)
+memory = RandomMemory(memory_size=1000, num_envs=8)
+memory.create_tensor("observations", size=4)
+memory.add_samples(observations=torch.zeros(8, 4))
+[[observations]] = memory.sample(["observations"], batch_size=32)
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from rlstructs.memories import memory, prioritized, sampling
 
 __all__ = ["Memory", "PrioritizedMemory", "RandomMemory"]
 
+
 class Memory(memory.Memory):
     __doc__ = memory.Memory.__doc__
 

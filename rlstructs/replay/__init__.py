@@ -1,10 +1,10 @@
 """Replay buffers over one store, with the interfaces of rlberry, tianshou and torchrl.
 
-    from rlstructs.replay import DictTensorReplayBuffer
+from rlstructs.replay import DictTensorReplayBuffer
 
-    buffer = DictTensorReplayBuffer(batch_size=32)
-    buffer.add_trajectories(trajectories)
-    batch = buffer.sample()
+buffer = DictTensorReplayBuffer(batch_size=32)
+buffer.add_trajectories(trajectories)
+batch = buffer.sample()
 """
 
 from __future__ import annotations

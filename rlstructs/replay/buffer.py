@@ -102,9 +102,16 @@ class Buffer(Stored):
     _intake: Intake
 
     def __init__(
-        self, n_lanes: int, capacity: int, *, seed: np.random.Generator | int | None = None, framework: str = "torch",
-        device: Any = None, reading: Reading | None = None, columns: Columns | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        n_lanes: int,
+        capacity: int,
+        *,
+        seed: np.random.Generator | int | None = None,
+        framework: str = "torch",
+        device: Any = None,
+        reading: Reading | None = None,
+        columns: Columns | None = None,
+    ) -> None:
         self._export = Exporter(framework, device)
         self._stream = Stream(generator_of(seed))
         self._reading = Reading() if reading is None else reading

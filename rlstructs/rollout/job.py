@@ -220,9 +220,7 @@ class RolloutJob:
             update_agent(self.agent, self._inbox.unpack(packed))
         return self._inbox.held_versions()
 
-    def renew(
-        self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]
-    ) -> None:
+    def renew(self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]) -> None:
         """Closes the environments and makes new ones; keeps the agent.
 
         Args:

@@ -58,9 +58,7 @@ def check_rows(what: str, value: Any, n: int) -> DictTensor:
     return value
 
 
-def check_batch_first(
-    name: str, agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor
-) -> None:
+def check_batch_first(name: str, agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor) -> None:
     """Raises SpecError if a state is (layers, B, ...) and there are as many layers as environments.
 
     The shape alone does not show it. An agent with such a state is called once more, with another number of rows. It is

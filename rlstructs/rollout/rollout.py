@@ -86,8 +86,10 @@ def acquire_in_turns(
         Where each group stopped.
     """
     ends = np.cumsum([own.n for own in slots]).tolist()
-    infos = [agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
-             for own, end in zip(slots, ends, strict=True)]  # fmt: skip
+    infos = [
+        agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
+        for own, end in zip(slots, ends, strict=True)
+    ]
     groups = enumerate(zip(envs, slots, progress, infos, strict=True))
     rollouts, progress_after = {}, dict[int, Progress]()
     with evaluation_mode(acting_agent.agent), contextlib.ExitStack() as stack:

@@ -145,9 +145,7 @@ def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray])
     return sources | {f"_observation/{key}": (array, 1) for key, array in seen.items()}
 
 
-def specs_of_steps(
-    observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]
-) -> dict[str, TensorSpec]:
+def specs_of_steps(observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """The specs of everything that is read, in the order of `sources_of`."""
     specs = {f"observation/{key}": spec for key, spec in observation.items()}
     specs |= {f"action/{key}": spec for key, spec in action.items()}

@@ -265,8 +265,13 @@ class Slots:
             following = {f"_observation/{key}": column[:, 1 : n_timesteps + 1] for key, column in seen.items()}
             return Loan(views | following, {})
         ends = Finals(self._packing, self._final, self._reset[:, :n_timesteps])
-        return Loan(views, {f"_observation/{key}": functools.partial(patch_finals, array, key, ends)
-                            for key, array in self._steps.arrays.items()})  # fmt: skip
+        return Loan(
+            views,
+            {
+                f"_observation/{key}": functools.partial(patch_finals, array, key, ends)
+                for key, array in self._steps.arrays.items()
+            },
+        )
 
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
         names = [prefix + name for name in self._packing.blocks]

@@ -64,8 +64,9 @@ class Parcel:
 
     def as_bytes(self) -> Parcel:
         """A parcel with bytes in place of tensors, for transports that take only numpy arrays."""
-        tensors = [(offset, tensor if isinstance(tensor, np.ndarray) else _bytes_of(tensor))
-                   for offset, tensor in self.tensors]  # fmt: skip
+        tensors = [
+            (offset, tensor if isinstance(tensor, np.ndarray) else _bytes_of(tensor)) for offset, tensor in self.tensors
+        ]
         return Parcel(tensors, self.nbytes, self.pickled)
 
     def write(self, region: np.ndarray) -> None:
@@ -166,9 +167,7 @@ class _Unpacker(Unpickler):
                 tensor = _view(self._region, offset, shape, dtype)
             else:
                 tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            self._found[place] = (
-                torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)
-            )
+            self._found[place] = torch.nn.Parameter(tensor, gradient) if parameter else tensor.requires_grad_(gradient)
         return self._found[place]
 
 

@@ -141,5 +141,3 @@ def check_dtype(what: str, key: str, dtype: torch.dtype) -> None:
         raw_dtype(dtype)
     except TypeError as error:
         raise SpecError(f"{what}: {key!r} is {dtype}, which cannot be recorded; convert it first") from error
-
-

@@ -332,9 +332,7 @@ def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             first = key
             device = tensor.device
         elif tensor.device != device:
-            raise SpecError(
-                f"DictTensor: {key!r} is on {tensor.device}, expected {device} (from {first!r})"
-            )
+            raise SpecError(f"DictTensor: {key!r} is on {tensor.device}, expected {device} (from {first!r})")
         if tensor.ndim:
             if known is None:
                 known, source = tensor, key

@@ -19,11 +19,11 @@ from rlstructs.structures.arrays import tensor_to_array
 
 Tree = dict[str, Any]  # name -> tensor, or name -> Tree
 
+
 def map_tree(function: Callable[[Any], Any], tree: Mapping[str, Any]) -> Tree:
     """Applies a function to every leaf of a tree."""
     return {
-        name: map_tree(function, leaf) if isinstance(leaf, Mapping) else function(leaf)
-        for name, leaf in tree.items()
+        name: map_tree(function, leaf) if isinstance(leaf, Mapping) else function(leaf) for name, leaf in tree.items()
     }
 
 
@@ -186,6 +186,5 @@ def nest_names(tree: Mapping[str, Any]) -> Tree:
 
 def from_tensordict(tensordict: Any) -> Tree:
     return {
-        name: from_tensordict(leaf) if not isinstance(leaf, torch.Tensor) else leaf
-        for name, leaf in tensordict.items()
+        name: from_tensordict(leaf) if not isinstance(leaf, torch.Tensor) else leaf for name, leaf in tensordict.items()
     }

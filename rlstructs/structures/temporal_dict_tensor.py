@@ -66,9 +66,11 @@ class TemporalDictTensor(TensorMap):
     first_steps: torch.Tensor | None
 
     def __init__(
-        self, from_dict: Mapping[str, Any] | TensorMap | None = None, lengths: torch.Tensor | None = None,
+        self,
+        from_dict: Mapping[str, Any] | TensorMap | None = None,
+        lengths: torch.Tensor | None = None,
         first_steps: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tensors = {} if from_dict is None else flatten(from_dict, "TemporalDictTensor")
         self.lengths = _full_lengths(self._tensors) if lengths is None else lengths
         self.first_steps = first_steps
@@ -110,9 +112,7 @@ class TemporalDictTensor(TensorMap):
         if lengths.numel() and not lengths.is_meta:
             low, high = int(lengths.min()), int(lengths.max())
             if low < 0 or high > self.n_timesteps():
-                raise SpecError(
-                    f"TemporalDictTensor: lengths must lie in [0, {self.n_timesteps()}], got {low}..{high}"
-                )
+                raise SpecError(f"TemporalDictTensor: lengths must lie in [0, {self.n_timesteps()}], got {low}..{high}")
 
     def _tree(self) -> dict[str, torch.Tensor]:
         return self._shown() if self.first_steps is None else {**self._shown(), FIRST_STEPS: self.first_steps}
@@ -288,9 +288,7 @@ class TemporalDictTensor(TensorMap):
         missing = new_batch_size - self.n_elems()
         if missing < 0:
             raise SpecError(f"expand: has {self.n_elems()} rows, cannot have {new_batch_size}")
-        grown = {
-            key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()
-        }
+        grown = {key: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for key, t in self._tensors.items()}
         first = self.first_steps
         first = None if first is None else torch.cat([first, first.new_full((missing,), UNKNOWN)])
         return self.trusted(grown, torch.cat([self.lengths, self.lengths.new_zeros(missing)]), first)
@@ -391,5 +389,3 @@ def _cat_padded(tensors: list[torch.Tensor]) -> torch.Tensor:
         whole[row : row + tensor.shape[0], : tensor.shape[1]] = tensor
         row += tensor.shape[0]
     return whole
-
-

@@ -55,9 +55,7 @@ class Trajectories(Structure):
                     f"Trajectories: info has {info.n_elems()} rows, trajectories has {trajectories.n_elems()}"
                 )
             if info.device() != trajectories.device():
-                raise SpecError(
-                    f"Trajectories: info is on {info.device()}, trajectories is on {trajectories.device()}"
-                )
+                raise SpecError(f"Trajectories: info is on {info.device()}, trajectories is on {trajectories.device()}")
         self.info, self.trajectories = info, trajectories
 
     def _tree(self) -> dict[str, Any]:
@@ -68,9 +66,7 @@ class Trajectories(Structure):
 
     @classmethod
     def _from_tree(cls, tree: Mapping[str, Any]) -> Trajectories:
-        return cls(
-            DictTensor._from_tree(tree.get("info", {})), TemporalDictTensor._from_tree(tree["trajectories"])
-        )
+        return cls(DictTensor._from_tree(tree.get("info", {})), TemporalDictTensor._from_tree(tree["trajectories"]))
 
     @classmethod
     def trusted(cls, info: DictTensor, trajectories: TemporalDictTensor) -> Trajectories:

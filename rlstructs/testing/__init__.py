@@ -1,9 +1,9 @@
 """Checks for your environments and agents, and environments that fail on purpose.
 
-    from rlstructs.testing import check_agent, check_env
+from rlstructs.testing import check_agent, check_env
 
-    check_env(create_env, {"n_envs": 4})
-    check_agent(create_agent, create_env(n_envs=4, seed=0))
+check_env(create_env, {"n_envs": 4})
+check_agent(create_agent, create_env(n_envs=4, seed=0))
 """
 
 from __future__ import annotations

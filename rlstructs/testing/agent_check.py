@@ -36,9 +36,14 @@ def check_agent(
     agent: RL_Agent | Callable[..., RL_Agent],
     observation: DictTensor | VecEnv,
     agent_args: Mapping[str, Any] | None = None,
-    *, agent_info: DictTensor | None = None, update: Any = NOTHING, n_steps: int = 20, seed: int = 0,
-    replay: bool = True, replayed: Sequence[str] = (),
-) -> None:  # fmt: skip
+    *,
+    agent_info: DictTensor | None = None,
+    update: Any = NOTHING,
+    n_steps: int = 20,
+    seed: int = 0,
+    replay: bool = True,
+    replayed: Sequence[str] = (),
+) -> None:
     """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
 
     It checks the methods, also `update` and `close`; the pickling of the factory; keys, dtypes, rows and devices of

@@ -53,8 +53,10 @@ class CheckedEnv:
         observation, running = self._pair(where, self._env.reset(self._info))
         self._check_observation(where, observation, self._n)
         if not torch.equal(running, torch.arange(self._n, device="cpu")):
-            raise SpecError(f"{where}: all environments have to run after it: running is {running.tolist()}, "
-                            f"expected {list(range(self._n))}")  # fmt: skip
+            raise SpecError(
+                f"{where}: all environments have to run after it: running is {running.tolist()}, "
+                f"expected {list(range(self._n))}"
+            )
         for key, wanted in ((START, True), (DONE, False), *((end, False) for end in ENDS)):
             if key in observation and not (observation[key] == wanted).all():
                 raise SpecError(f"{where}: {key!r} has to be {wanted} in a first observation, got {observation[key]}")
@@ -132,8 +134,10 @@ class CheckedEnv:
         for key, tensor in observation.items():
             if tensor.ndim == 0 or tensor.shape[0] != n:
                 whose = "is stepped" if "first" in where else "runs"
-                raise SpecError(f"{where}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...), "
-                                f"a row for each environment that {whose}")  # fmt: skip
+                raise SpecError(
+                    f"{where}: {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...), "
+                    f"a row for each environment that {whose}"
+                )
             if key in FLAGS and (tensor.dtype != torch.bool or tensor.ndim != 1):
                 raise SpecError(f"{where}: {key!r} must be bool, one for each environment, got {show(tensor)}")
             if key == "reward" and tensor.ndim != 1:
@@ -145,8 +149,9 @@ class CheckedEnv:
             _check_recordable(where, specs)
             self._specs = specs
         if specs != self._specs:
-            raise SpecError(f"{where}: {difference(self._specs, specs)}; keys, dtypes and shapes have to be the same "
-                            "at every call")  # fmt: skip
+            raise SpecError(
+                f"{where}: {difference(self._specs, specs)}; keys, dtypes and shapes have to be the same at every call"
+            )
 
     def _remember(self, where: str, *observations: DictTensor) -> None:
         """Checks that earlier observations have not changed, and remembers these."""
@@ -188,12 +193,16 @@ def _find_starts(
     """Finds the environments that made no transition in a step, because they started an episode or waited for one."""
     starts = after[START] if START in after else torch.zeros_like(ended)
     if (wrong := ended & ~starts).any():
-        raise SpecError(f"{where}: environment {int(before[wrong][0])} ended its episode and goes on, but its "
-                        "'initial_state' was False in the second pair and in the first pair of the next step: "
-                        "the agent would not learn that another episode begins")  # fmt: skip
+        raise SpecError(
+            f"{where}: environment {int(before[wrong][0])} ended its episode and goes on, but its "
+            "'initial_state' was False in the second pair and in the first pair of the next step: "
+            "the agent would not learn that another episode begins"
+        )
     if (starts & ~ended & ~absent).any():
-        raise SpecError(f"{where}, first pair: 'initial_state' is True; the first pair holds what the step led to, "
-                        "even if the episode ended. What a reset gave belongs in the second pair")  # fmt: skip
+        raise SpecError(
+            f"{where}, first pair: 'initial_state' is True; the first pair holds what the step led to, "
+            "even if the episode ended. What a reset gave belongs in the second pair"
+        )
     return starts
 
 
@@ -201,8 +210,10 @@ def _check_flags(where: str, after: DictTensor) -> None:
     """Raises unless the flags after a step agree."""
     ends = [after[key] for key in ENDS if key in after]
     if DONE in after and len(ends) == len(ENDS) and not torch.equal(after[DONE], ends[0] | ends[1]):
-        raise SpecError(f"{where}, first pair: 'done' is {after[DONE].tolist()}, expected 'terminated' or 'truncated', "
-                        f"{(ends[0] | ends[1]).tolist()}")  # fmt: skip
+        raise SpecError(
+            f"{where}, first pair: 'done' is {after[DONE].tolist()}, expected 'terminated' or 'truncated', "
+            f"{(ends[0] | ends[1]).tolist()}"
+        )
 
 
 def _check_ends(
@@ -222,8 +233,10 @@ def _check_ends(
     stopped = torch.ones(before.numel(), dtype=torch.bool, device="cpu")
     stopped[kept] = False
     if stopped.any() and done is None:
-        raise SpecError(f"{where}: environment {int(before[stopped][0])} stopped, and no key says that its episode "
-                        "ended; give bool keys 'done', 'terminated' and 'truncated'")  # fmt: skip
+        raise SpecError(
+            f"{where}: environment {int(before[stopped][0])} stopped, and no key says that its episode "
+            "ended; give bool keys 'done', 'terminated' and 'truncated'"
+        )
     if done is None:
         return torch.zeros(kept.numel(), dtype=torch.bool, device="cpu")
     if (wrong := stopped & ~done & ~only_starts).any():
@@ -235,9 +248,11 @@ def _check_ends(
     for row, (environment, old) in enumerate(zip(before[kept].tolist(), kept.tolist(), strict=True)):
         one, other = after.slice(old, old + 1), following.slice(row, row + 1)
         if later[row] and not all(equal(tensor, other[key]) for key, tensor in one.items()):
-            raise SpecError(f"{where}: environment {environment} ended its episode and goes on, but its "
-                            "'initial_state' is False in the second pair: the agent would not learn that another "
-                            "episode begins")  # fmt: skip
+            raise SpecError(
+                f"{where}: environment {environment} ended its episode and goes on, but its "
+                "'initial_state' is False in the second pair: the agent would not learn that another "
+                "episode begins"
+            )
         if not (only_starts[old] and starts[row]):
             _check_row(where, environment, one, other, bool(ended[row] & ~later[row]))
     return later
@@ -248,12 +263,16 @@ def _check_row(where: str, environment: int, after: DictTensor, following: DictT
     starts = bool(following[START]) if START in following else ended
     if ended:
         if set_flags := [key for key in (DONE, *ENDS) if key in following and bool(following[key])]:
-            raise SpecError(f"{where}, second pair: {set_flags[0]!r} of environment {environment} has to be False in a "
-                            "first observation; the end of an episode belongs in the first pair")  # fmt: skip
+            raise SpecError(
+                f"{where}, second pair: {set_flags[0]!r} of environment {environment} has to be False in a "
+                "first observation; the end of an episode belongs in the first pair"
+            )
         return
     if starts:
-        raise SpecError(f"{where}, second pair: 'initial_state' of environment {environment} is True, but its episode "
-                        "did not end: 'done' is False in the first pair")  # fmt: skip
+        raise SpecError(
+            f"{where}, second pair: 'initial_state' of environment {environment} is True, but its episode "
+            "did not end: 'done' is False in the first pair"
+        )
     for key, tensor in after.items():
         if not equal(tensor, following[key]):
             raise SpecError(

@@ -22,9 +22,11 @@ from rlstructs.testing.space_check import SpaceCheck, check_reward
 STEP = "(observation, reward, terminated, truncated, info)"
 FLAGS = ("terminated", "truncated")
 RUNNING_MEANS = (
-    gymnasium.wrappers.NormalizeObservation, gymnasium.wrappers.NormalizeReward,
-    gymnasium.wrappers.vector.NormalizeObservation, gymnasium.wrappers.vector.NormalizeReward,
-)  # fmt: skip
+    gymnasium.wrappers.NormalizeObservation,
+    gymnasium.wrappers.NormalizeReward,
+    gymnasium.wrappers.vector.NormalizeObservation,
+    gymnasium.wrappers.vector.NormalizeReward,
+)
 
 
 def find_innermost(env: VecEnv) -> Any:

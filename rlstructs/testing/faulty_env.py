@@ -173,9 +173,15 @@ def create_faulty_envs(
         for k in range(n_envs):
             env_index = worker * n_envs + k
             envs.append(
-                FaultyEnv(faults, worker=worker, generation=generation, env_index=env_index, length=length,
-                          truncates=truncates)
-            )  # fmt: skip
+                FaultyEnv(
+                    faults,
+                    worker=worker,
+                    generation=generation,
+                    env_index=env_index,
+                    length=length,
+                    truncates=truncates,
+                )
+            )
     except BaseException:
         for env in envs:  # they may have children
             env.close()

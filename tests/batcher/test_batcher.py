@@ -680,15 +680,18 @@ def test_numbers_of_elements_and_bytes_are_known_at_once():
         ({"env_args": {"env_id": "NoSuchEnv-v0"}}, gymnasium.error.NameNotFound, "NoSuchEnv"),
         ({"create_env": lambda env_id, n_envs, seed: object()}, TypeError, r"create_env must return a VecEnv"),
         (
-            {"create_env": lambda env_id, n_envs, seed: gymnasium.make(env_id)}, TypeError,
+            {"create_env": lambda env_id, n_envs, seed: gymnasium.make(env_id)},
+            TypeError,
             r"VecEnv, got .* without n_envs\(\): return GymEnvInf\(\[env, \.\.\.\], seed\)\n",
         ),
         (
-            {"create_env": lambda env_id, n_envs, seed: gymnasium.make_vec(env_id, n_envs)}, TypeError,
+            {"create_env": lambda env_id, n_envs, seed: gymnasium.make_vec(env_id, n_envs)},
+            TypeError,
             r"VecEnv, got CartPoleVectorEnv without n_envs\(\): return GymVectorEnv\(envs, seed\)\n",
         ),
         (
-            {"create_env": lambda env_id, n_envs: None}, TypeError,
+            {"create_env": lambda env_id, n_envs: None},
+            TypeError,
             r"^create_env: is called with env_args and seed=, here with env_id, n_envs, seed: .*argument 'seed'\n",
         ),
         ({"create_env": "CartPole-v1"}, TypeError, "create_env must be a function or a class, .* got str"),
@@ -875,9 +878,7 @@ def run_faulty(since, wrong):
 
 def test_factories_may_be_lambdas_and_closures():
     length = 4
-    with RL_Batcher(
-        6, lambda: Counting(), {}, lambda seed: GymEnvInf([Count(length)], seed), {}, 2, 0
-    ) as batcher:
+    with RL_Batcher(6, lambda: Counting(), {}, lambda seed: GymEnvInf([Count(length)], seed), {}, 2, 0) as batcher:
         batcher.reset()
         assert bits(rollout(batcher)[0], "_observation/done") == ["FFFTFF"] * 2
 
@@ -935,9 +936,7 @@ class History(RL_Agent):
 
 
 def test_history_is_the_steps_of_this_rollout():
-    with RL_Batcher(
-        3, History, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 2}, 1, 0
-    ) as batcher:
+    with RL_Batcher(3, History, {}, create_gym, {"env_id": "CartPole-v1", "n_envs": 2}, 1, 0) as batcher:
         batcher.reset()
         for _ in range(2):
             assert rollout(batcher)[0].trajectories["action/seen"].tolist() == [[0, 1, 2]] * 2
@@ -1070,9 +1069,7 @@ def test_a_dtype_that_cannot_be_recorded_is_named(where):
     info = {"agent_info": DictTensor({"odd": value})} if where == "agent_info" else {}
     words = f"{where.split('_')[0]}.*'odd' is torch.float8_e4m3fn, which cannot be recorded"
     with pytest.raises(SpecError, match=words):
-        RL_Batcher(
-            5, Odd, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, n_processes=0, seeds=[0], **info
-        )
+        RL_Batcher(5, Odd, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, n_processes=0, seeds=[0], **info)
 
 
 class Wearing(RL_Agent):

@@ -358,9 +358,7 @@ def test_statistics_are_those_of_good_steps_alone():
         assert 0 <= n_ahead <= 3
         if not n_ahead:
             np.testing.assert_allclose(moments.mean, rows.mean(0), rtol=1e-6)
-        assert batcher.statistics()["return"].count == sum(
-            len(each) for each in seen[1::2]
-        )
+        assert batcher.statistics()["return"].count == sum(len(each) for each in seen[1::2])
 
 
 def test_an_agent_begins_the_new_episode_with_its_initial_state():

@@ -143,9 +143,7 @@ def test_a_copy_of_the_agent_as_it_is_now_acts():
         return DictTensor({"more": torch.full((2,), value)})
 
     example = DictTensor({"more": torch.zeros(1, dtype=torch.int64)})
-    with RL_Batcher(
-        2, Told, {}, lambda seed: GymEnvInf([Pays()], seed), {}, 2, 0, agent_info=example
-    ) as batcher:
+    with RL_Batcher(2, Told, {}, lambda seed: GymEnvInf([Pays()], seed), {}, 2, 0, agent_info=example) as batcher:
         batcher.reset(agent_info=more(10))
         batcher.update(20)
         assert batcher.evaluate(4, 0)["return"].tolist() == [31.0 + 32 + 33, 34.0 + 35 + 36] * 2
@@ -521,9 +519,7 @@ def test_a_worker_whose_rollout_ahead_has_failed_is_replaced_for_the_evaluation(
     def create_env(seed):
         return GymEnvInf([Raising(seed)], seed)
 
-    with RL_Batcher(
-        4, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart", run_ahead=1
-    ) as batcher:
+    with RL_Batcher(4, Counting, {}, create_env, {}, 2, 0, on_worker_failure="restart", run_ahead=1) as batcher:
         batcher.reset()
         rollout(batcher)
         with pytest.warns(UserWarning, match="^evaluate: 0 of 2 episodes ended within max_steps=8"):

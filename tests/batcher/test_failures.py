@@ -134,10 +134,20 @@ def test_what_an_environment_raises_arrives_as_it_is(where, start_method):  # CV
 
 @pytest.mark.parametrize("where", ["constructor", "initial_state", "call", "update", "close"])
 def test_what_an_agent_raises_arrives_as_it_is(where, start_method):
-    with pytest.raises(SimulatorError, match=f"lost in {where}") as caught, RL_Batcher(
-        10, FailingAgent, {"where": where}, create_gym, {"env_id": "CartPole-v1", "n_envs": 1}, 2, 0,
-        start_method=start_method,
-    ) as batcher, Deadline():  # fmt: skip - a start may take longer
+    with (
+        pytest.raises(SimulatorError, match=f"lost in {where}") as caught,
+        RL_Batcher(
+            10,
+            FailingAgent,
+            {"where": where},
+            create_gym,
+            {"env_id": "CartPole-v1", "n_envs": 1},
+            2,
+            0,
+            start_method=start_method,
+        ) as batcher,
+        Deadline(),
+    ):  # fmt: skip - a start may take longer
         batcher.reset()
         if where == "update":
             batcher.update(None)
@@ -233,9 +243,12 @@ def test_the_users_error_is_not_hidden_by_what_closing_raises():
 
 @pytest.mark.parametrize("n_processes", [0, 1])
 def test_the_debugging_batcher_raises_the_same(n_processes):
-    with pytest.raises(SimulatorError, match="lost in step"), RL_Batcher(
-        10, Counting, {}, lambda seed: GymEnvInf([Failing("step", True)], seed), {}, n_processes, [0]
-    ) as batcher:
+    with (
+        pytest.raises(SimulatorError, match="lost in step"),
+        RL_Batcher(
+            10, Counting, {}, lambda seed: GymEnvInf([Failing("step", True)], seed), {}, n_processes, [0]
+        ) as batcher,
+    ):
         batcher.reset()
         rollout(batcher)
 
@@ -300,9 +313,19 @@ def test_a_worker_may_end_in_any_phase(how, where, start_method):
     env_args = {"n_envs": 2, "faults": [Fault(how, at=where, worker=1)] if in_env else []}
 
     def run():
-        with RL_Batcher(
-            4, EndingAgent, {"where": where, "how": how}, create_faulty_envs, env_args, 2, 0, start_method=start_method
-        ) as batcher, Deadline():  # a start may take longer
+        with (
+            RL_Batcher(
+                4,
+                EndingAgent,
+                {"where": where, "how": how},
+                create_faulty_envs,
+                env_args,
+                2,
+                0,
+                start_method=start_method,
+            ) as batcher,
+            Deadline(),
+        ):  # a start may take longer
             batcher.reset()
             batcher.update(None)
             rollout(batcher)

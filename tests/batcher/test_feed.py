@@ -190,9 +190,7 @@ def test_what_is_drawn_does_not_depend_on_how_far_workers_are(cls, run_ahead):
 def test_what_was_not_handed_out_is_not_in_the_memory_and_later_rollouts_follow(drop):
     fed, other = memory_of(size=5 * T), memory_of(size=5 * T)
     is_reset = drop.startswith("reset")
-    with count_batcher(
-        LENGTHS, T, autoreset=True, memory=fed, run_ahead=1, on_worker_failure="restart"
-    ) as batcher:
+    with count_batcher(LENGTHS, T, autoreset=True, memory=fed, run_ahead=1, on_worker_failure="restart") as batcher:
         batcher.reset()
         for n_rollouts in (5, 2) if is_reset else (4,):
             for _ in range(n_rollouts):

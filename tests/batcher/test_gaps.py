@@ -148,6 +148,7 @@ def test_stacks_neighbours_and_next_observations_of_tianshou_s_buffers_stop_at_a
 
 def test_large_next_observations_stay_what_they_were_at_a_gap():
     """They are stored once: as the observation of the following row."""
+
     class Wide(Count):
         observation_space = gymnasium.spaces.Box(0, 1e6, (100,))
 

@@ -185,10 +185,13 @@ PHASES = ("start", "reset", "execute", "get", "update", "close")
 @pytest.mark.parametrize(
     ("how", "phase", "method"),
     # Within a call of ours nothing of the program's own can raise.
-    [*itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], PHASES, ["forkserver"]),
-     *itertools.product(["SIGINT"], PHASES, ["spawn", "fork"]), *itertools.product(["SIGKILL"], PHASES, ["fork"]),
-     *itertools.product(["SIGTERM"], ["execute", "get", "close"], ["spawn", "fork"]),
-     *itertools.product(["raise"], ["execute"], ["forkserver", "spawn", "fork"])],
+    [
+        *itertools.product(["SIGTERM", "SIGINT", "SIGKILL"], PHASES, ["forkserver"]),
+        *itertools.product(["SIGINT"], PHASES, ["spawn", "fork"]),
+        *itertools.product(["SIGKILL"], PHASES, ["fork"]),
+        *itertools.product(["SIGTERM"], ["execute", "get", "close"], ["spawn", "fork"]),
+        *itertools.product(["raise"], ["execute"], ["forkserver", "spawn", "fork"]),
+    ],
 )
 def test_a_program_that_ends_in_any_phase_leaves_no_worker(how, phase, method, subprocess_env):
     """Ctrl-C goes to the whole group, as a terminal sends it."""

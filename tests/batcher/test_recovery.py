@@ -91,9 +91,7 @@ def _server():
 
 def fours():
     """Two workers of an environment with episodes of 4 steps, rollouts of 6."""
-    return RL_Batcher(
-        6, Counting, {}, lambda seed: GymEnvInf([Count(4)], seed), {}, 2, 0, on_worker_failure="restart"
-    )
+    return RL_Batcher(6, Counting, {}, lambda seed: GymEnvInf([Count(4)], seed), {}, 2, 0, on_worker_failure="restart")
 
 
 def kill(pid):
@@ -177,9 +175,7 @@ def test_a_successor_is_built_from_what_its_worker_was(tmp_path, monkeypatch):
     def create_env(settings, seed):
         return GymEnvInf([Count(int(Path(os.environ["RLSTRUCTS_LENGTH_FILE"]).read_text()) + settings["more"])], seed)
 
-    with RL_Batcher(
-        6, Counting, {}, create_env, {"settings": settings}, 2, 0, on_worker_failure="restart"
-    ) as batcher:
+    with RL_Batcher(6, Counting, {}, create_env, {"settings": settings}, 2, 0, on_worker_failure="restart") as batcher:
         batcher.reset()
         settings["more"], settings["lock"] = 0, threading.Lock()
         monkeypatch.chdir("/")

@@ -253,9 +253,7 @@ def test_those_who_are_through_are_handed_out_first(tmp_path, run_ahead):
         (tmp_path / "go").touch()
         batcher.execute()
         trajectories, _ = batcher.get()
-        assert frames(trajectories)[:, :, 1].tolist() == [
-            [first + k for k in range(10)] for first in (40, 0, 40)
-        ]
+        assert frames(trajectories)[:, :, 1].tolist() == [[first + k for k in range(10)] for first in (40, 0, 40)]
 
 
 def test_stragglers_are_cut_short_and_go_on_from_there(tmp_path):
@@ -382,9 +380,7 @@ def test_workers_in_which_nothing_runs_are_not_waited_for_and_hurry_nobody(how, 
 
 
 def test_an_evaluation_does_not_use_an_agent_whose_update_failed():
-    with RL_Batcher(
-        4, FailingUpdate, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, 1, 0, run_ahead=1
-    ) as batcher:
+    with RL_Batcher(4, FailingUpdate, {}, lambda seed: GymEnvInf([Count(3)], seed), {}, 1, 0, run_ahead=1) as batcher:
         batcher.reset()
         batcher.update(1.0)
         with pytest.raises(KeyError, match="lost in update"):

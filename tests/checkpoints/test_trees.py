@@ -151,6 +151,7 @@ def archive(path, pickled):
 
 def tensor(n_bytes, size, stride, offset=0):
     """The pickle of a tensor of bytes that says this of itself."""
+
     def number(n):
         return b"\x8a\x08" + n.to_bytes(8, "little")
 

@@ -453,25 +453,27 @@ ERRORS = {
     "steps no int": (["collect", "Cli/Count-v0", "--steps", "1.5"], ".*--steps: must be an integer, got '1.5'"),
     "negative seed": (["collect", "Cli/Count-v0", "--seed", "-1"], ".*--seed: must be at least 0, got -1"),
     "unsupported space": (
-        ["collect", "Cli/Worded-v0", "--workers", "1"], r"observation: space Text\(.*\) is not supported; .*"
+        ["collect", "Cli/Worded-v0", "--workers", "1"],
+        r"observation: space Text\(.*\) is not supported; .*",
     ),
     "agent no name": (["collect", "Cli/Count-v0", "--agent", "best"], "--agent: .* module:factory, got 'best'"),
     "agent no module": (
-        ["collect", "Cli/Count-v0", "--agent", "nomodule:x"], "--agent nomodule:x: cannot import 'nomodule': .*"
+        ["collect", "Cli/Count-v0", "--agent", "nomodule:x"],
+        "--agent nomodule:x: cannot import 'nomodule': .*",
     ),
     "agent no attribute": (
-        ["collect", "Cli/Count-v0", "--agent", "test_cli:x"], "--agent test_cli:x: .* has no attribute 'x'"
+        ["collect", "Cli/Count-v0", "--agent", "test_cli:x"],
+        "--agent test_cli:x: .* has no attribute 'x'",
     ),
     "agent not callable": (
-        ["collect", "Cli/Count-v0", "--agent", "test_cli:not_callable"], "--agent .*: must be callable, .* int"
+        ["collect", "Cli/Count-v0", "--agent", "test_cli:not_callable"],
+        "--agent .*: must be callable, .* int",
     ),
     "agent of another class": (
         ["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:returns_none"],
         "--agent test_cli:returns_none: must return an RL_Agent or a torch.nn.Module, got NoneType",
     ),
-    "agent raises": (
-        ["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:raises"], "OddError: it went wrong .*"
-    ),
+    "agent raises": (["collect", "Cli/Count-v0", *SMALL, "--agent", "test_cli:raises"], "OddError: it went wrong .*"),
     # The id is unknown too: it has not been looked at yet.
     "out ending": (["collect", "None-v0", "--out", "x.csv"], r"--out: .* \.npz or \.pt or \.h5, got 'x\.csv'"),
     "out directory": (["collect", "None-v0", "--out", "no/x.npz"], "--out: there is no directory 'no'"),
@@ -487,7 +489,8 @@ ERRORS = {
         r"--out: 1,000,000,000,000 steps are up to [\d,.]+ GB, .* are available; use fewer --steps",
     ),
     "rollout too large": (
-        ["collect", "Cli/Count-v0", *SMALL, "--timesteps", "1000000000000"], "shared memory: .* bytes are needed.*"
+        ["collect", "Cli/Count-v0", *SMALL, "--timesteps", "1000000000000"],
+        "shared memory: .* bytes are needed.*",
     ),
     "info of nothing": (["info"], "one of the arguments FILE --system is required"),
     "info of two things": (["info", "x.npz", "--system"], ".*--system: not allowed with argument FILE"),

@@ -407,9 +407,7 @@ def test_a_reset_drops_the_rollouts_that_nobody_asked_for(cluster, run_ahead):
 
 def counting(n_processes=4, n_nodes=2, env_args=None, **arguments):
     """Workers of two environments that count, or fail as `env_args` say."""
-    return RayBatcher(
-        5, Counting, {}, create_failing, env_args or {}, n_processes, 7, n_nodes=n_nodes, **arguments
-    )
+    return RayBatcher(5, Counting, {}, create_failing, env_args or {}, n_processes, 7, n_nodes=n_nodes, **arguments)
 
 
 def steps_of(trajectories):
@@ -489,9 +487,7 @@ class Endless(Counting):
 def endless(folder):
     """Rollouts whose end nobody will see, of a worker on each of two nodes."""
     env_args = {"n_envs": 1, "length": 10**9}
-    return RayBatcher(
-        10**5, Endless, {"folder": folder}, create_failing, env_args, 2, 7, n_nodes=2
-    )
+    return RayBatcher(10**5, Endless, {"folder": folder}, create_failing, env_args, 2, 7, n_nodes=2)
 
 
 def test_close_ends_rollouts_that_are_under_way_and_closes_agents(cluster, tmp_path, monkeypatch):

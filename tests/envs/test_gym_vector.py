@@ -291,9 +291,7 @@ def test_actions_come_as_one_and_are_the_environments_own():
     assert action["action"].tolist() == [[1, 2], [2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("seeds", "taken"), [(object, [5, 6]), (np.ndarray, [5, 6]), (int, 5), (type(None), None)]
-)
+@pytest.mark.parametrize(("seeds", "taken"), [(object, [5, 6]), (np.ndarray, [5, 6]), (int, 5), (type(None), None)])
 def test_it_gets_the_seeds_that_it_can_take_and_only_once(seeds, taken):
     envs = Own(seeds=(seeds, type(None)))
     env = GymVectorEnv(envs, 5)
@@ -510,7 +508,7 @@ def test_environments_that_were_seeded_before_are_not_seeded_again(recwarn):
 
 
 # A double of EnvPool as far as seeds go: one int32 when it is made, none at a reset; the same seed, the same streams.
-ENVPOOL = '''
+ENVPOOL = """
 import gymnasium
 import numpy as np
 
@@ -542,7 +540,7 @@ class EnvPool:
 def make(task_id, env_type, num_envs, seed=42):
     assert -(2**31) <= seed < 2**31, f"Seed should be in range of int32, got {seed}"
     return EnvPool(num_envs, seed)
-'''
+"""
 
 
 def test_workers_with_the_recipe_for_envpool_have_streams_of_their_own(subprocess_env, tmp_path):

@@ -105,9 +105,7 @@ WRAPPED = {
 def told(create, n_timesteps=8, n_processes=0, **arguments):
     """The infos of the first environment's steps, before and after them; NaN as None."""
     seeds = [100 * worker for worker in range(n_processes or 1)]
-    with RL_Batcher(
-        n_timesteps, Counting, {}, create, {"keys": KEYS}, n_processes, seeds, **arguments
-    ) as batcher:
+    with RL_Batcher(n_timesteps, Counting, {}, create, {"keys": KEYS}, n_processes, seeds, **arguments) as batcher:
         batcher.reset()
         trajectories, _ = rollout(batcher)
         n = int(trajectories.lengths[0])
@@ -131,9 +129,9 @@ def expected(n):
     }
     nothing = {"steps": None, "is_success": False, "count": 0, "inner/x": None}
     begins = [step == 1 for step in steps]
-    before = {
-        key: [nothing[key] if begins[at] else after[key][at - 1] for at in range(n)] for key in nothing
-    } | {"start": [float(e) if first else None for e, first in zip(episode, begins, strict=True)]}
+    before = {key: [nothing[key] if begins[at] else after[key][at - 1] for at in range(n)] for key in nothing} | {
+        "start": [float(e) if first else None for e, first in zip(episode, begins, strict=True)]
+    }
     return [before, after]
 
 

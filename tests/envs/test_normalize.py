@@ -410,9 +410,7 @@ def test_a_batcher_shares_the_statistics_of_an_environment_of_ones_own(n_process
         env = normalized(Plain(), gamma=0.5)
         return DeviceEnv(env, "cpu", "cpu") if is_moved else env
 
-    with RL_Batcher(
-        3, RandomAgent, {"action_space": Count.action_space}, create_env, {}, n_processes, 0
-    ) as batcher:
+    with RL_Batcher(3, RandomAgent, {"action_space": Count.action_space}, create_env, {}, n_processes, 0) as batcher:
         assert {name: moments.count for name, moments in batcher.statistics().items()} == {
             "observation/x": 0, "return": 0,
         }  # fmt: skip

@@ -54,11 +54,13 @@ def test_every_dtype_and_shape_makes_the_round_trip(path, dtype):
 
 
 def test_special_values_make_the_round_trip(path):
-    d = DictTensor({
-        "x": torch.tensor([float("nan"), float("inf"), -0.0]),
-        "y": torch.tensor([2**63 - 1, -(2**63), 2**53 + 1]),
-        "z": torch.tensor([float("nan"), 1.5, -3e38]).bfloat16(),
-    })
+    d = DictTensor(
+        {
+            "x": torch.tensor([float("nan"), float("inf"), -0.0]),
+            "y": torch.tensor([2**63 - 1, -(2**63), 2**53 + 1]),
+            "z": torch.tensor([float("nan"), 1.5, -3e38]).bfloat16(),
+        }
+    )
     back = loaded(d, path)
     assert back == d
     assert back["x"].signbit().tolist()[2]
@@ -382,9 +384,7 @@ def test_arrays_larger_than_their_file_are_refused_before_memory_is_taken(tmp_pa
     head = header(x=("float32", HUGE))
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         with archive.open("x.npy", "w") as member:
-            np.lib.format.write_array_header_1_0(
-                member, {"descr": "<f4", "fortran_order": False, "shape": tuple(HUGE)}
-            )
+            np.lib.format.write_array_header_1_0(member, {"descr": "<f4", "fortran_order": False, "shape": tuple(HUGE)})
         with archive.open(f"{files.HEADER}.npy", "w") as member:
             np.lib.format.write_array(member, np.frombuffer(json.dumps(head).encode(), np.uint8))
     with h5py.File(tmp_path / "x.h5", "w") as file:

@@ -130,9 +130,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(ends=st.lists(st.booleans(), min_size=3, max_size=3))
     def add_a_row_without_all_tensors(self, ends):
         rows = [self.new_row(False) for _ in range(self.num_envs)]
-        self.memory.add_samples(
-            observations=array(self.kind, [row[0] for row in rows], "float32"), unknown=None
-        )
+        self.memory.add_samples(observations=array(self.kind, [row[0] for row in rows], "float32"), unknown=None)
         for lane, (observations, _, _) in zip(self.lanes, rows, strict=True):
             lane.append((observations, 0, False))
 

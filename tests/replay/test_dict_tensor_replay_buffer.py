@@ -159,8 +159,11 @@ BATCHES = {
     "ArrayDict": lambda: ArrayDict(arrays(0, 6, np.array)),
     "what has keys": lambda: Like({"obs": numbered(0, 6)["obs"], "next": Like(numbered(0, 6)["next"])}),
     "TemporalDictTensor": lambda: TemporalDictTensor(
-        {key: torch.cat([value[:4], value[4:], value[:2]]).unflatten(0, (2, 4))
-         for key, value in flat_numbered(0, 6).items()}, torch.tensor([4, 2])
+        {
+            key: torch.cat([value[:4], value[4:], value[:2]]).unflatten(0, (2, 4))
+            for key, value in flat_numbered(0, 6).items()
+        },
+        torch.tensor([4, 2]),
     ),
 }
 
@@ -533,8 +536,11 @@ BAD_ROWS = {
     "a lossy cast": ({**flat_numbered(0, 2), "next/done": torch.full((2,), 0.5)}, SpecError, "lose its values as bool"),
     "one number": ({**flat_numbered(0, 2), "obs": 3.0}, SpecError, "'obs' is one number, its first axis"),
     "a text": ({**flat_numbered(0, 2), "obs": "hello"}, SpecError, "'obs' is 'hello', its first axis should be"),
-    "8-bit floats": ({**flat_numbered(0, 2), "obs": torch.zeros(2, 2).to(torch.float8_e5m2)}, SpecError,
-                     "^'obs' is float8_e5m2, which numpy lacks; convert it to float32 first$"),
+    "8-bit floats": (
+        {**flat_numbered(0, 2), "obs": torch.zeros(2, 2).to(torch.float8_e5m2)},
+        SpecError,
+        "^'obs' is float8_e5m2, which numpy lacks; convert it to float32 first$",
+    ),
     "a string": ({**flat_numbered(0, 2), "obs": ["a", "b"]}, SpecError, "a buffer keeps numbers only"),
     "no mapping": (torch.zeros(3), TypeError, "needs a mapping of names to arrays, got Tensor"),
     "a key that is no string": ({3: torch.zeros(3)}, TypeError, "a key must be a string, got 3"),

@@ -569,7 +569,8 @@ def test_a_sampler_can_be_exchanged():  # B5.5
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: SliceSampler(slice_len=3), SamplerWithoutReplacement, PrioritizedSampler],
+    "make",
+    [lambda: SliceSampler(slice_len=3), SamplerWithoutReplacement, PrioritizedSampler],
     ids=["slices", "without replacement", "prioritised"],
 )
 def test_a_sampler_that_another_buffer_had_knows_nothing_of_its_rows(make):

@@ -375,8 +375,11 @@ BAD = {
     "no obs": (without("obs"), MissingKeyError, r"^key\(s\) \['obs'\] are missing, got \['act', 'rew'"),
     "no act, no rew": ({"obs": 1, "terminated": False, "truncated": False}, MissingKeyError, r"\['act', 'rew'\] are"),
     "no terminated": (without("terminated"), MissingKeyError, r"^key\(s\) \['terminated'\] are missing"),
-    "done only": ({"obs": 1, "act": 1, "rew": 1.0, "done": True}, MissingKeyError,
-                  r"^key\(s\) \['terminated', 'truncated'\] are missing, got .*; 'done' does not say which"),
+    "done only": (
+        {"obs": 1, "act": 1, "rew": 1.0, "done": True},
+        MissingKeyError,
+        r"^key\(s\) \['terminated', 'truncated'\] are missing, got .*; 'done' does not say which",
+    ),
     "empty obs": ({**row(1), "obs": {}}, MissingKeyError, r"^key\(s\) \['obs'\] are missing"),
     "nested rew": ({**row(1), "rew": {"a": 1}}, SpecError, "^'rew' must be an array"),
     "lossy": ({**row(1), "obs": 1.7}, SpecError, "^'obs' is float64, which would lose its values as int64"),

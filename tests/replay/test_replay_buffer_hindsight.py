@@ -254,7 +254,7 @@ def test_goals_must_be_there_and_alike():
     assert not len(buffer) and not buffer._specs
 
 
-@pytest.mark.parametrize("given", [np.zeros((3, 3)), np.zeros(2), np.zeros((1, 4)), 0.0, None, 'text'], ids=str)
+@pytest.mark.parametrize("given", [np.zeros((3, 3)), np.zeros(2), np.zeros((1, 4)), 0.0, None, "text"], ids=str)
 def test_a_function_that_gives_something_else_is_an_error(given):
     buffer = HERReplayBuffer(5, lambda achieved, desired: given, 3, 1e12)
     add(buffer, 0, 1)

@@ -180,8 +180,9 @@ def test_both_ways_leave_the_same_in_every_order(order, seed):
         every = quick.span().every_row()
         for name in rows:
             np.testing.assert_array_equal(*(each.gather([name], every)[0] for each in (quick, general)))
-        for look in (each.episodes.times for each in (quick, general)), (
-            each.episodes.remaining for each in (quick, general)
+        for look in (
+            (each.episodes.times for each in (quick, general)),
+            (each.episodes.remaining for each in (quick, general)),
         ):
             np.testing.assert_array_equal(*(seen(every) for seen in look))
 

@@ -24,7 +24,6 @@ def update(prioritised, storage, rows, priorities):
     prioritised.update(storage.span(), rows, priorities)
 
 
-
 @pytest.fixture(params=SIZES)
 def n_leaves(request):
     return request.param

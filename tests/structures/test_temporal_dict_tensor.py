@@ -541,9 +541,7 @@ def test_lengths_of_what_was_made_of_another_are_its_own(method):
 
 def numbered():
     """Three rows with the numbers of their first steps, of which one is not known."""
-    return TemporalDictTensor(
-        {"x": torch.arange(12).view(3, 4)}, torch.tensor([4, 0, 2]), torch.tensor([100, 200, -1])
-    )
+    return TemporalDictTensor({"x": torch.arange(12).view(3, 4)}, torch.tensor([4, 0, 2]), torch.tensor([100, 200, -1]))
 
 
 @pytest.mark.parametrize(("change", "expected"), [

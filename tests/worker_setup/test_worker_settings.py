@@ -171,9 +171,7 @@ def create_telling(folder, seed):
 
 def make_batcher(folder, n_workers, start_method):
     create_agent = lambda: RandomAgent(spaces.Discrete(2))  # noqa: E731
-    return RL_Batcher(
-        2, create_agent, {}, create_telling, {"folder": folder}, n_workers, 0, start_method=start_method
-    )
+    return RL_Batcher(2, create_agent, {}, create_telling, {"folder": folder}, n_workers, 0, start_method=start_method)
 
 
 def make_vector(folder, n_workers, start_method):

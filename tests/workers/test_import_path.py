@@ -184,7 +184,8 @@ def test_a_preload_that_is_not_there_is_left_to_who_needs_it():
 
 
 def test_a_fork_that_fails_says_what_to_do_and_leaves_the_server(tmp_path, monkeypatch):
-    (tmp_path / "forks_once.py").write_text(textwrap.dedent("""
+    (tmp_path / "forks_once.py").write_text(
+        textwrap.dedent("""
         import errno, os
 
         fork, n = os.fork, 0
@@ -197,7 +198,8 @@ def test_a_fork_that_fails_says_what_to_do_and_leaves_the_server(tmp_path, monke
             return fork()
 
         os.fork = fork_once
-    """))
+    """)
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with WorkerPool(1, Job, start_method="forkserver", preload=("forks_once",)) as first:
         with pytest.raises(WorkerCrashed, match=r"^worker 0 could not be started: BlockingIOError.*ulimit -u.*fewer"):
@@ -207,14 +209,16 @@ def test_a_fork_that_fails_says_what_to_do_and_leaves_the_server(tmp_path, monke
 
 
 def test_a_worker_without_another_thread_says_what_to_do(tmp_path, monkeypatch):
-    (tmp_path / "no_thread.py").write_text(textwrap.dedent("""
+    (tmp_path / "no_thread.py").write_text(
+        textwrap.dedent("""
         import os, threading
 
         def refuse(*_, **__):
             raise RuntimeError("can't start new thread")
 
         os.register_at_fork(after_in_child=lambda: setattr(threading.Thread, "start", refuse))
-    """))
+    """)
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RuntimeError, match="can't start new thread") as caught:
         WorkerPool(1, Job, start_method="forkserver", preload=("no_thread",))

@@ -448,7 +448,8 @@ def test_a_fork_server_that_is_killed_at_this_moment_is_followed_by_another():
 
 
 def test_what_a_fork_server_started_at_its_very_end_is_no_second_worker(tmp_path, monkeypatch):
-    (tmp_path / "ends_as_it_forks.py").write_text(textwrap.dedent("""
+    (tmp_path / "ends_as_it_forks.py").write_text(
+        textwrap.dedent("""
         import os, pathlib, signal, time
 
         first, server = pathlib.Path(__file__).with_name("first"), os.getpid()
@@ -471,7 +472,8 @@ def test_what_a_fork_server_started_at_its_very_end_is_no_second_worker(tmp_path
                     time.sleep(0.001)
 
         os.register_at_fork(before=before, after_in_parent=in_server, after_in_child=in_worker)
-    """))
+    """)
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with WorkerPool(1, Job, preload=("ends_as_it_forks",)) as pool:
         assert pool.call("identify") == [(0, pool.pids[0])]

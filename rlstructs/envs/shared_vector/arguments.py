@@ -125,9 +125,7 @@ def expand_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[i
     return seeds
 
 
-def split_options(
-    options: dict[str, Any] | None, n_envs: int
-) -> tuple[dict[str, Any] | None, np.ndarray | None]:
+def split_options(options: dict[str, Any] | None, n_envs: int) -> tuple[dict[str, Any] | None, np.ndarray | None]:
     """Splits the options of a reset into those for the environments, and the mask.
 
     Raises:

@@ -233,9 +233,7 @@ def count_bytes(observation_space: gymnasium.Space[Any], action_space: gymnasium
     return sum(_align(_count_bytes(spec)) for spec in _specs(observation_space, action_space, n_envs))
 
 
-def _specs(
-    observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], n_envs: int
-) -> Iterator[Spec]:
+def _specs(observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], n_envs: int) -> Iterator[Spec]:
     for leaf in flatten_space(observation_space):
         if leaf.is_array:
             yield (n_envs, *leaf.shape), np.dtype(leaf.space.dtype)

@@ -134,8 +134,14 @@ def _read(step: Step) -> dict[str, Any]:
     """All that a step shows, copied."""
     after = {key: array.copy() for key, array in step.after.arrays().items()}
     fresh = {} if step.fresh is None else {key: array.copy() for key, array in step.fresh.arrays().items()}
-    return {"after": after, "fresh": fresh, "reset": step.reset, "kept": step.kept, "idle": step.idle,
-            "failed": step.failed}  # fmt: skip
+    return {
+        "after": after,
+        "fresh": fresh,
+        "reset": step.reset,
+        "kept": step.kept,
+        "idle": step.idle,
+        "failed": step.failed,
+    }
 
 
 def _find_rows(one: Any, other: Any, owners: np.ndarray) -> set[int]:

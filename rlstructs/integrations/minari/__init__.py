@@ -1,12 +1,12 @@
 """Minari: its datasets from rollouts, and trajectories from its datasets.
 
-    from rlstructs import RL_Batcher
-    from rlstructs.integrations.minari import iterate_minari, to_minari
+from rlstructs import RL_Batcher
+from rlstructs.integrations.minari import iterate_minari, to_minari
 
-    with RL_Batcher.make("Pendulum-v1", n_envs=16, n_workers=2, n_timesteps=100, seed=0) as batcher:
-        dataset = to_minari("pendulum/random-v0", batcher.rollouts(n_steps=100_000), env="Pendulum-v1")
-    for trajectories in iterate_minari(dataset, 16):
-        print(trajectories.lengths)
+with RL_Batcher.make("Pendulum-v1", n_envs=16, n_workers=2, n_timesteps=100, seed=0) as batcher:
+    dataset = to_minari("pendulum/random-v0", batcher.rollouts(n_steps=100_000), env="Pendulum-v1")
+for trajectories in iterate_minari(dataset, 16):
+    print(trajectories.lengths)
 """
 
 from __future__ import annotations

@@ -254,8 +254,10 @@ class ParallelEnvs(RowDefaults):
         found, n = split_options(env_info, self.n_envs()), len(self.agents)
         for slot, options in enumerate(found):
             if options != (first := found[slot - slot % n]):
-                raise SpecError(f"env_info: the rows of environment {slot // n} must be equal for all its agents, "
-                                f"got {first} and {options}")  # fmt: skip
+                raise SpecError(
+                    f"env_info: the rows of environment {slot // n} must be equal for all its agents, "
+                    f"got {first} and {options}"
+                )
         return found[::n]
 
     def _set_running(self, running: np.ndarray) -> None:

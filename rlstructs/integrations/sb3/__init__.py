@@ -1,10 +1,10 @@
 """Stable-Baselines3: its `VecEnv` over worker processes of several environments each, and its replay buffers.
 
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from rlstructs.integrations.sb3 import SharedVecEnv
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from rlstructs.integrations.sb3 import SharedVecEnv
 
-    model = PPO("MlpPolicy", make_vec_env("CartPole-v1", 16, vec_env_cls=SharedVecEnv))
+model = PPO("MlpPolicy", make_vec_env("CartPole-v1", 16, vec_env_cls=SharedVecEnv))
 """
 
 from __future__ import annotations

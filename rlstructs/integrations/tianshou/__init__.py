@@ -1,10 +1,10 @@
 """tianshou: its `BaseVectorEnv` over worker processes of several environments each, and its replay buffers.
 
-    from tianshou.data import Collector
-    from rlstructs.integrations.tianshou import VectorReplayBuffer, WorkerVectorEnv
+from tianshou.data import Collector
+from rlstructs.integrations.tianshou import VectorReplayBuffer, WorkerVectorEnv
 
-    envs = WorkerVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 16, n_workers=4)
-    collector = Collector(policy, envs, VectorReplayBuffer(20_000, 16))
+envs = WorkerVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 16, n_workers=4)
+collector = Collector(policy, envs, VectorReplayBuffer(20_000, 16))
 """
 
 from __future__ import annotations

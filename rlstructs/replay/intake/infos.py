@@ -131,8 +131,11 @@ def _numbers(name: str, value: Any) -> np.ndarray | torch.Tensor | None:
 
 def _holds(array: np.ndarray, given: Sequence[Any]) -> bool:
     """Whether ints in a list of floats kept their values."""
-    return array.dtype.kind not in "fc" or array.ndim > 1 or array.tolist() == [as_object(each) for each in given] or (
-        not any(isinstance(each, (int, np.integer)) and abs(int(each)) > 2**53 for each in given)
+    return (
+        array.dtype.kind not in "fc"
+        or array.ndim > 1
+        or array.tolist() == [as_object(each) for each in given]
+        or (not any(isinstance(each, (int, np.integer)) and abs(int(each)) > 2**53 for each in given))
     )
 
 

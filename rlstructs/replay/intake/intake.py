@@ -48,9 +48,16 @@ class Intake:
         return self.storage.columns.specs
 
     def write(
-        self, rows: Mapping[str, Any], lanes: slice | np.ndarray = ALL, *, lengths: np.ndarray | None = None,
-        done: np.ndarray | None = None, starts: np.ndarray | None = None, unknown: str = ERROR, missing: str = ERROR,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Mapping[str, Any],
+        lanes: slice | np.ndarray = ALL,
+        *,
+        lengths: np.ndarray | None = None,
+        done: np.ndarray | None = None,
+        starts: np.ndarray | None = None,
+        unknown: str = ERROR,
+        missing: str = ERROR,
+    ) -> None:
         """Appends T rows to each of n lanes.
 
         Args:

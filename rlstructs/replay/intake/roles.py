@@ -1,10 +1,10 @@
 """The meanings of column names, in the vocabulary of every interface.
 
-    observation             next observation            reward          where an episode ends
-    obs                     obs_next                    rew             terminated, truncated, done
-    observations            next_observations           rewards         terminated, truncated, done, dones
-    observation             next/observation            next/reward     next/terminated, next/truncated, next/done
-    observation/frame       _observation/frame          ...             _observation/terminated, ...
+observation             next observation            reward          where an episode ends
+obs                     obs_next                    rew             terminated, truncated, done
+observations            next_observations           rewards         terminated, truncated, done, dones
+observation             next/observation            next/reward     next/terminated, next/truncated, next/done
+observation/frame       _observation/frame          ...             _observation/terminated, ...
 """
 
 from __future__ import annotations

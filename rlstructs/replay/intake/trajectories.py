@@ -224,9 +224,11 @@ def _find_versions(trajectories: Trajectories) -> dict[str, torch.Tensor]:
 
 
 def take_steps(
-    steps: TemporalDictTensor, names: Mapping[str, str], lanes: np.ndarray | None = None,
+    steps: TemporalDictTensor,
+    names: Mapping[str, str],
+    lanes: np.ndarray | None = None,
     beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Steps:  # fmt: skip
+) -> Steps:
     """Does what `take_trajectories` does, for existing keys and lanes (B,); `beside` holds further keys, (B, T)."""
     lengths = host_array("lengths", steps.lengths)
     first_steps = None if steps.first_steps is None else host_array("first_steps", steps.first_steps)

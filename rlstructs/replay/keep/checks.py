@@ -30,10 +30,15 @@ _BIT_GENERATORS: dict[str, dict[str, Any]] = {
     "PCG64": _PCG,
     "PCG64DXSM": _PCG,
     "MT19937": {"state": {"key": (624, WORD), "pos": (None, 625)}},
-    "Philox": {"state": {"counter": (4, LONG), "key": (2, LONG)}, "buffer": (4, LONG), "buffer_pos": (None, 5),
-               "has_uint32": (None, 2), "uinteger": (None, WORD)},
+    "Philox": {
+        "state": {"counter": (4, LONG), "key": (2, LONG)},
+        "buffer": (4, LONG),
+        "buffer_pos": (None, 5),
+        "has_uint32": (None, 2),
+        "uinteger": (None, WORD),
+    },
     "SFC64": {"state": {"state": (4, LONG)}, "has_uint32": (None, 2), "uinteger": (None, WORD)},
-}  # fmt: skip
+}
 BIT_GENERATORS = tuple(_BIT_GENERATORS)
 
 

@@ -54,9 +54,20 @@ if TYPE_CHECKING:
 # also be up to MOST_READ.
 READ_AT_ONCE, MOST_READ = ("stack_num", "n_step"), 1024
 SETTINGS = (
-    "ignore_obs_next", "save_only_last_obs", "sample_avail", "framework", "gamma", "new_keys", "missing_keys", "alpha",
-    "beta", "weight_norm", "horizon", "future_k", "main",
-)  # fmt: skip
+    "ignore_obs_next",
+    "save_only_last_obs",
+    "sample_avail",
+    "framework",
+    "gamma",
+    "new_keys",
+    "missing_keys",
+    "alpha",
+    "beta",
+    "weight_norm",
+    "horizon",
+    "future_k",
+    "main",
+)
 SIZES = ("size", "total_size", "buffer_num", "cached_buffer_num", "max_episode_length", *READ_AT_ONCE)
 
 

@@ -95,11 +95,23 @@ class ChunkReplayBuffer(Buffer):
     _intake: TaggedIntake
 
     def __init__(
-        self, max_replay_size: int, rng: np.random.Generator | int, max_episode_steps: float | None = None,
-        enable_prioritized: bool = False, alpha: float = 0.5, beta: float = 0.5, *, n_lanes: int = 1,
-        framework: str = "numpy", device: Any = None, episode_ends: str = CROSS_ENDS, n_step: int = 1,
-        gamma: float = 0.99, stack_num: int = 1, stack_keys: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        max_replay_size: int,
+        rng: np.random.Generator | int,
+        max_episode_steps: float | None = None,
+        enable_prioritized: bool = False,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        *,
+        n_lanes: int = 1,
+        framework: str = "numpy",
+        device: Any = None,
+        episode_ends: str = CROSS_ENDS,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        stack_num: int = 1,
+        stack_keys: Sequence[str] | None = None,
+    ) -> None:
         # The private one has rlberry's name, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
         self.n_lanes = check_count("n_lanes", n_lanes)

@@ -370,9 +370,13 @@ class Columns(RowIds):
         self.put_rows(name, rows, values)
 
     def write_block(
-        self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None,
+        self,
+        block: Mapping[str, Any],
+        lanes: slice | np.ndarray,
+        n_timesteps: int,
+        lengths: np.ndarray | None,
         head: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes T rows from each head on, before the heads are raised; columns that the block lacks become unwritten.
 
         Args:

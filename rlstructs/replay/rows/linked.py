@@ -354,9 +354,14 @@ def check_link(
 
 
 def fill_unlinked(
-    columns: Columns, name: str, source: str, arrays: Mapping[str, np.ndarray], values: Values, n_slots: int,
+    columns: Columns,
+    name: str,
+    source: str,
+    arrays: Mapping[str, np.ndarray],
+    values: Values,
+    n_slots: int,
     counters: np.ndarray,
-) -> None:  # fmt: skip
+) -> None:
     """Fills a column that is linked in a file, in a store in which it is not.
 
     Args:

@@ -144,9 +144,13 @@ class StepWriter:
         return tensors
 
     def _take(
-        self, plan: list[_Column], tensors: Mapping[str, Any], convert: Convert | None, fills: bool,
+        self,
+        plan: list[_Column],
+        tensors: Mapping[str, Any],
+        convert: Convert | None,
+        fills: bool,
         live: Collection[str],
-    ) -> tuple[list[Any] | None, list[Any]]:  # fmt: skip
+    ) -> tuple[list[Any] | None, list[Any]]:
         """Converts a row: the value of each column, or `KEPT`; and the marks of ends that are not all zero."""
         values: list[Any] = []
         ended: list[Any] = []

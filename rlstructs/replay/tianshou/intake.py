@@ -249,8 +249,10 @@ class TransitionIntake(Intake):
         if objects and self.options.framework == "torch":
             LOG.warning(
                 "%s: %s hold objects, which batches of torch leave out: read them with `get`, or let `framework` be "
-                "'numpy'", self.owner, objects,
-            )  # fmt: skip
+                "'numpy'",
+                self.owner,
+                objects,
+            )
 
     def check_names(self, plan: Plan) -> None:
         """Raises SpecError if columns of these names cannot be added."""

@@ -20,21 +20,70 @@ from rlstructs.replay.intake.intake import ERROR, FILL, GROW
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
 # The arguments of all buffers, of which programs may misspell one.
 ARGUMENTS = (
-    "size", *THEIRS, "random_seed", "framework", "device", "n_step", "gamma", "new_keys", "missing_keys", "horizon",
-    "future_k", "compute_reward_fn", "weight_norm",
-)  # fmt: skip
+    "size",
+    *THEIRS,
+    "random_seed",
+    "framework",
+    "device",
+    "n_step",
+    "gamma",
+    "new_keys",
+    "missing_keys",
+    "horizon",
+    "future_k",
+    "compute_reward_fn",
+    "weight_norm",
+)
 # Who has it, the class here, and what tells it.
 OTHERS = (
-    ("rlberry", "ChunkReplayBuffer", frozenset([
-        "max_replay_size", "rng", "max_episode_steps", "enable_prioritized",
-        "append", "clear", "end_episode", "setup_entry", "tags", "update_priorities",
-    ])),
-    ("torchrl", "TensorDictReplayBuffer", frozenset([
-        "batch_size", "collate_fn", "generator", "pin_memory", "prefetch", "sampler", "storage", "transform", "writer",
-        "append_transform", "dumps", "empty", "extend", "insert_transform", "load_state_dict", "loads", "set_rng",
-        "state_dict", "update_priority", "update_tensordict_priority", "write_count",
-    ])),
-)  # fmt: skip
+    (
+        "rlberry",
+        "ChunkReplayBuffer",
+        frozenset(
+            [
+                "max_replay_size",
+                "rng",
+                "max_episode_steps",
+                "enable_prioritized",
+                "append",
+                "clear",
+                "end_episode",
+                "setup_entry",
+                "tags",
+                "update_priorities",
+            ]
+        ),
+    ),
+    (
+        "torchrl",
+        "TensorDictReplayBuffer",
+        frozenset(
+            [
+                "batch_size",
+                "collate_fn",
+                "generator",
+                "pin_memory",
+                "prefetch",
+                "sampler",
+                "storage",
+                "transform",
+                "writer",
+                "append_transform",
+                "dumps",
+                "empty",
+                "extend",
+                "insert_transform",
+                "load_state_dict",
+                "loads",
+                "set_rng",
+                "state_dict",
+                "update_priority",
+                "update_tensordict_priority",
+                "write_count",
+            ]
+        ),
+    ),
+)
 
 
 @dataclass

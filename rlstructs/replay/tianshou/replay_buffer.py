@@ -81,17 +81,35 @@ class ReplayBuffer(Buffer):
     _intake: TransitionIntake
 
     def __init__(
-        self, size: int | None = None, stack_num: int = 1, ignore_obs_next: bool = False,
-        save_only_last_obs: bool = False, sample_avail: bool = False,
-        random_seed: np.random.Generator | int | None = 42, *, framework: str = "numpy", device: Any = None,
-        n_step: int = 1, gamma: float = 0.99, new_keys: str = GROW, missing_keys: str = FILL, **unknown: Any,
-    ) -> None:  # fmt: skip
+        self,
+        size: int | None = None,
+        stack_num: int = 1,
+        ignore_obs_next: bool = False,
+        save_only_last_obs: bool = False,
+        sample_avail: bool = False,
+        random_seed: np.random.Generator | int | None = 42,
+        *,
+        framework: str = "numpy",
+        device: Any = None,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        new_keys: str = GROW,
+        missing_keys: str = FILL,
+        **unknown: Any,
+    ) -> None:
         check_arguments(type(self).__name__, size, stack_num, unknown)
         lane_size = check_lane_size(size)
         self._options = Options(
-            stack_num, ignore_obs_next, save_only_last_obs, sample_avail, framework, n_step, gamma, new_keys,
+            stack_num,
+            ignore_obs_next,
+            save_only_last_obs,
+            sample_avail,
+            framework,
+            n_step,
+            gamma,
+            new_keys,
             missing_keys,
-        )  # fmt: skip
+        )
         reading = Reading(n_step, gamma)
         capacity = max(lane_size, 1)  # of a placeholder too: no store has none
         super().__init__(self._n_lanes, capacity, seed=random_seed, framework=framework, device=device, reading=reading)
@@ -102,9 +120,16 @@ class ReplayBuffer(Buffer):
 
     @classmethod
     def from_data(
-        cls, obs: Any, act: Any, rew: Any, terminated: Any, truncated: Any, done: Any = None, obs_next: Any = None,
+        cls,
+        obs: Any,
+        act: Any,
+        rew: Any,
+        terminated: Any,
+        truncated: Any,
+        done: Any = None,
+        obs_next: Any = None,
         **settings: Any,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """A full buffer of rows in order, copied: arrays, nested mappings of them, or datasets of HDF5.
 
         Args:

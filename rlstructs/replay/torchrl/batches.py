@@ -175,9 +175,7 @@ class Sampling:
         depth: number of batches that are made ahead.
     """
 
-    def __init__(
-        self, parts: Assembly, collate_fn: Callable[[Any], Any] | None, pin_memory: bool, depth: int
-    ) -> None:
+    def __init__(self, parts: Assembly, collate_fn: Callable[[Any], Any] | None, pin_memory: bool, depth: int) -> None:
         self._parts, self._collate_fn, self._pin_memory = parts, collate_fn, pin_memory
         self.ahead = Prefetch(depth)
         self._in_pass = False  # of `next`

@@ -53,9 +53,14 @@ class DictTensorBase(Buffer):
         self._parts = parts
         device = parts.storage.device if device is None and framework == "torch" else device
         super().__init__(
-            1, parts.storage.capacity, seed=_find_seed(generator), framework=framework, device=device,
-            reading=parts.reading, columns=parts.storage.columns(),
-        )  # fmt: skip
+            1,
+            parts.storage.capacity,
+            seed=_find_seed(generator),
+            framework=framework,
+            device=device,
+            reading=parts.reading,
+            columns=parts.storage.columns(),
+        )
         self._parts.stream = self._stream
         self._intake.is_for_one_process = True  # writers would need turns, and samplers follow them
         parts.start(self._storage, self._export, self)
@@ -300,10 +305,19 @@ def _find_seed(generator: Any) -> np.random.Generator | int | None:
 DEFAULT_SIZE = 1000
 # Arguments of torchrl's buffers without a meaning here, and the values that are accepted.
 NEUTRAL = {
-    "sample_unit": None, "transform_factory": None, "dim_extend": ANY, "checkpointer": None,
-    "consume_after_n_samples": None, "delayed_init": ANY, "service_backend": "direct", "service_backend_options": None,
-    "transport": "auto", "transport_options": None, "sampler_device": ANY, "sync": True,
-}  # fmt: skip
+    "sample_unit": None,
+    "transform_factory": None,
+    "dim_extend": ANY,
+    "checkpointer": None,
+    "consume_after_n_samples": None,
+    "delayed_init": ANY,
+    "service_backend": "direct",
+    "service_backend_options": None,
+    "transport": "auto",
+    "transport_options": None,
+    "sampler_device": ANY,
+    "sync": True,
+}
 
 
 @set_module("rlstructs.replay")
@@ -390,9 +404,11 @@ class DictTensorReplayBuffer(DictTensorBase):
             create_part("storage", storage, ReplayStorage, partial(ListStorage, DEFAULT_SIZE)),
             create_part("sampler", sampler, Sampler, RandomSampler),
             create_part("writer", writer, Writer, RoundRobinWriter),
-            compose(transform), Reading(n_step, gamma, stack_num, keys),
-            None if batch_size is None else check_count("batch_size", batch_size), join_key(priority_key),
-        )  # fmt: skip
+            compose(transform),
+            Reading(n_step, gamma, stack_num, keys),
+            None if batch_size is None else check_count("batch_size", batch_size),
+            join_key(priority_key),
+        )
         super().__init__(parts, generator, framework, device)
         if pin_memory and (framework != "torch" or self._export.device is not None):
             raise SpecError(f"pin_memory needs tensors on the host, not {framework} on {self._export.device}")
@@ -558,9 +574,13 @@ class DictTensorReplayBuffer(DictTensorBase):
         with self._parts.lock:
             size, capacity = len(self), self.storage.max_size
             return {
-                "size": size, "write_count": self.write_count, "prefetch_queue_size": len(self._sampling.ahead),
-                "initialized": True, "capacity": capacity, "utilization": size / capacity,
-            }  # fmt: skip
+                "size": size,
+                "write_count": self.write_count,
+                "prefetch_queue_size": len(self._sampling.ahead),
+                "initialized": True,
+                "capacity": capacity,
+                "utilization": size / capacity,
+            }
 
     @property
     def nbytes(self) -> int:

@@ -124,15 +124,16 @@ def _their_error(source: str, what: str) -> FileError:
 def own_state(parts: Assembly, rows: RowIntake) -> dict[str, Any]:
     """The settings and counters for the header of a file, as JSON."""
     return {
-        "max_size": parts.storage.max_size, "n_rows": parts.store.columns.n_rows, "n_written": rows.n_written,
-        "knows_episodes": parts.marks.are_known, "axes": parts.axes,
+        "max_size": parts.storage.max_size,
+        "n_rows": parts.store.columns.n_rows,
+        "n_written": rows.n_written,
+        "knows_episodes": parts.marks.are_known,
+        "axes": parts.axes,
         "sampler": {"class": type(parts.sampler).__name__, **parts.sampler.state()},
-    }  # fmt: skip
+    }
 
 
-def own_restorer(
-    parts: Assembly, rows: RowIntake, state: State, arrays: Arrays, claims: Claims
-) -> Callable[[], None]:
+def own_restorer(parts: Assembly, rows: RowIntake, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
     """Checks what `own_state` said, and returns a function that restores it.
 
     Raises:

@@ -24,8 +24,12 @@ from rlstructs.workers.public_names import set_module
 # torch's median of an even number of values is the lower of the two in the middle.
 LOWER_MEDIAN = functools.partial(np.quantile, q=0.5, method="lower")
 REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "max": np.max, "min": np.min, "mean": np.mean, "median": LOWER_MEDIAN, "sum": np.sum,
-}  # fmt: skip
+    "max": np.max,
+    "min": np.min,
+    "mean": np.mean,
+    "median": LOWER_MEDIAN,
+    "sum": np.sum,
+}
 
 
 @set_module("rlstructs.replay")

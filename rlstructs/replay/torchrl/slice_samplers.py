@@ -23,9 +23,16 @@ from rlstructs.workers.public_names import set_module
 AUTO = "auto"
 # Arguments of torchrl's slice samplers without a meaning here, and the values that are accepted.
 NEUTRAL = {
-    "compile": ANY, "use_gpu": ANY, "step_key": ANY, "span": False, "fragmented": False, "ends": None,
-    "trajectories": None, "end_keys": None, "replacement": True,
-}  # fmt: skip
+    "compile": ANY,
+    "use_gpu": ANY,
+    "step_key": ANY,
+    "span": False,
+    "fragmented": False,
+    "ends": None,
+    "trajectories": None,
+    "end_keys": None,
+    "replacement": True,
+}
 INSIDE = "inside"  # field of a selection, bool (n, length): which steps of each slice are no padding
 DONE = ("done", "dones")
 
@@ -196,9 +203,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         max_priority_within_buffer: bool = False,
         **slices: Any,
     ) -> None:
-        PrioritizedSampler.__init__(
-            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
-        )
+        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
         if "per" in slices:
             raise TypeError("per: priorities say where slices begin")
         SliceSampler.__init__(self, per=WINDOW, **slices)

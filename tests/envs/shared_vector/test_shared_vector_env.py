@@ -709,6 +709,7 @@ def test_an_interrupted_step_can_be_waited_for(gate):
     path, let_through = gate
     with SharedVectorEnv([functools.partial(Gate, path)] * 2, 2) as env:
         env.reset()
+
         def interrupt(*_):
             if env._order.pending is None:  # the step has yet to be sent
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
