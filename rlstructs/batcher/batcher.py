@@ -144,59 +144,31 @@ class RL_Batcher:
 
     @other_words(n_workers="n_processes", seed="seeds")
     def __init__(
-        self,
-        n_timesteps: int,
-        create_agent: Callable[..., RL_Agent],
-        agent_args: Mapping[str, Any],
-        create_env: Callable[..., VecEnv],
-        env_args: Mapping[str, Any],
-        n_processes: int,
-        seeds: int | Sequence[int] | None = None,
-        agent_info: DictTensor | None = None,
-        env_info: DictTensor | None = None,
-        agent_seeds: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        start_method: str | None = None,
-        timeout: float | None = None,
-        on_worker_failure: str = RAISE,
-        max_restarts: int | None = None,
-        run_ahead: int = 0,
-        debug: bool | None = None,
-        init_worker: Callable[[int], object] | None = None,
-        memory: Any = None,
-        on_env_failure: str = RAISE,
-        max_env_restarts: int | None = None,
-    ) -> None:
+        self, n_timesteps: int, create_agent: Callable[..., RL_Agent], agent_args: Mapping[str, Any],
+        create_env: Callable[..., VecEnv], env_args: Mapping[str, Any], n_processes: int,
+        seeds: int | Sequence[int] | None = None, agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None, agent_seeds: Sequence[int] | None = None,
+        device: torch.device | str = "cpu", *, start_method: str | None = None, timeout: float | None = None,
+        on_worker_failure: str = RAISE, max_restarts: int | None = None, run_ahead: int = 0,
+        debug: bool | None = None, init_worker: Callable[[int], object] | None = None, memory: Any = None,
+        on_env_failure: str = RAISE, max_env_restarts: int | None = None,
+    ) -> None:  # fmt: skip
         self._life = Lifecycle()
         run = RunSettings(
-            n_timesteps,
-            n_processes,
-            start_method,
-            timeout,
-            on_worker_failure,
-            max_restarts,
-            run_ahead,
-            init_worker,
-            on_env_failure,
-            max_env_restarts,
-        ).check()
+            n_timesteps, n_processes, start_method, timeout, on_worker_failure, max_restarts, run_ahead, init_worker,
+            on_env_failure, max_env_restarts,
+        ).check()  # fmt: skip
         self._device, self._debug = find_device(device), is_on(debug)
         infos = {"agent_info": agent_info, "env_info": env_info}
         self._examples = {name: info_example(name, info) for name, info in infos.items()}
         settings = JobSettings(
-            check_factory("create_agent", create_agent),
-            arguments_of("agent_args", agent_args),
-            check_factory("create_env", create_env),
-            arguments_of("env_args", env_args),
+            check_factory("create_agent", create_agent), arguments_of("agent_args", agent_args),
+            check_factory("create_env", create_env), arguments_of("env_args", env_args),
             seeds_of(draw_seed() if seeds is None else seeds, run.n_workers),
             agent_seeds_of(agent_seeds, run.n_workers),
-            self._examples["agent_info"],
-            self._examples["env_info"],
-            None if self._device.type == "cpu" else self._device,
-            on_env_failure,
-            max_env_restarts,
-        )
+            self._examples["agent_info"], self._examples["env_info"],
+            None if self._device.type == "cpu" else self._device, on_env_failure, max_env_restarts,
+        )  # fmt: skip
         self._engine = self._start_engine(settings, run)
         try:
             warn_of_overlap(settings.seeds, self._engine.n_envs)

@@ -144,19 +144,14 @@ class StepWriter:
         return tensors
 
     def _take(
-        self,
-        plan: list[_Column],
-        tensors: Mapping[str, Any],
-        convert: Convert | None,
-        fills: bool,
-        live: Collection[str],
+        self, plan: list[_Column], given: Mapping[str, Any], convert: Convert | None, fills: bool, live: Collection[str]
     ) -> tuple[list[Any] | None, list[Any]]:
         """Converts a row: the value of each column, or `KEPT`; and the marks of ends that are not all zero."""
         values: list[Any] = []
         ended: list[Any] = []
         n_missing, detaches = 0, self._detaches and convert is not None
         for name, shape, dtype, is_end, unwritten, limits in plan:
-            value: Any = tensors.get(name)
+            value: Any = given.get(name)
             kind = type(value)
             if kind is ndarray and value.dtype is dtype and value.shape == shape and not is_end:  # as nearly always
                 values.append(value)
@@ -185,8 +180,7 @@ class StepWriter:
             if is_end and has_mark(value):
                 ended.append(value)
             values.append(value)
-        is_lacking = n_missing and (not fills or n_missing == len(plan))
-        if is_lacking or (n_missing and self._linked and not self._has_linked(values)):
+        if n_missing and (not fills or n_missing == len(plan) or not self._has_linked(values)):
             return None, ended
         return values, ended
 
