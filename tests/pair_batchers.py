@@ -11,12 +11,13 @@ import warnings
 from contextlib import ExitStack
 
 import numpy as np
+import psutil
 import torch
 from clusters import ray_cluster
 from pair_books import Ledger, array
 from pair_worlds import N_ENVS, SEED, create_agent, create_env
 from pairs import Rule, Table
-from processes import wait_until_gone, worker_pids
+from processes import command_of, wait_until, worker_pids
 
 from rlstructs import (
     Checkpoint,
@@ -533,10 +534,20 @@ def run(case):
             assert not fails or case["env"] in WAITS, "no failure was raised"
     del course
     gc.collect()
-    if case["over"] == "Ray":  # which ends its processes after it has said so
-        wait_until_gone(worker_pids() - before)
-    left = worker_pids() - before
-    assert not left, f"processes are left: {left}"
+    if case["over"] == "Ray":  # which ends actors after it has said so, and starts workers of its own in advance
+        wait_until(lambda: all(map(waits_for_ray, worker_pids() - before)))
+    else:
+        left = worker_pids() - before
+        assert not left, f"processes are left: {left}"
+
+
+def waits_for_ray(pid):
+    """Whether a process is a worker that Ray has started in advance; whether it has ended, too."""
+    try:
+        command = command_of(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
+    return command.startswith("ray::IDLE") or "ray/_private/workers" in command
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -11,18 +12,19 @@ import psutil
 PREFIX = "rls"
 # Seconds. What takes longer hangs, however many other programs wait for a core; a hang is all that this is to find.
 LIMIT = 600.0
+# Words in the commands of processes that a program starts once and keeps.
+STAYING = ("forkserver import", "resource_tracker", "program_server")
 
 
 def worker_pids():
     """The processes that this one has started, directly or not, but for those that stay: the fork
     server, the server of programs and the standard library's resource tracker."""
-    me = psutil.Process()
-    return {
-        process.pid
-        for process in me.children(recursive=True)
-        if process.ppid() != me.pid
-        or not any(word in command_of(process) for word in ("forkserver import", "resource_tracker", "program_server"))
-    }
+    me, pids = psutil.Process(), set()
+    for process in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
+            if process.ppid() != me.pid or not any(word in command_of(process) for word in STAYING):
+                pids.add(process.pid)
+    return pids
 
 
 def command_of(process):
