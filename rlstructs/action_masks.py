@@ -37,7 +37,7 @@ def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor 
                 [0.0000, 0.0000, 1.0000]])
     """
     if mask.shape != logits.shape:
-        raise SpecError(f"mask_logits: the mask has shape {tuple(mask.shape)}, needed is {tuple(logits.shape)}")
+        raise SpecError(f"mask_logits: the mask has shape {tuple(mask.shape)}, expected {tuple(logits.shape)}")
     hint = IGNORED_HINT if ignored is None else ""
     forbidden, lowest = ~read_mask("mask_logits: the mask", mask, ignored, hint), torch.finfo(logits.dtype).min
     smallest = logits.detach().amin().item() if logits.numel() else 0.0

@@ -254,7 +254,7 @@ def _pad(logits: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 @functools.lru_cache
 def _find_places(sizes: tuple[int, ...]) -> torch.Tensor:
-    """Where each value of each number lies in a row of logits, int64 (k, max(sizes)); `sum(sizes)` where it is none."""
+    """The column of each value of each number in a row of logits, int64 (k, max(sizes)); padded with `sum(sizes)`."""
     places, first = torch.full((len(sizes), max(sizes)), sum(sizes), device="cpu"), 0
     for row, size in zip(places, sizes, strict=True):
         row[:size] = torch.arange(first, first + size)

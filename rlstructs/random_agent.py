@@ -106,7 +106,7 @@ NUMBER_BYTES, TENSOR_BYTES = 8, 512
 
 
 def _batches_ahead(n: int, n_leaves: int, row_bytes: int) -> int:
-    """How many batches of n rows to draw at once; the same for all leaves of a space.
+    """The number of batches of n rows to draw at once, equal for all leaves of a space.
 
     Args:
         n: rows of a batch.

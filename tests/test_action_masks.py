@@ -233,7 +233,7 @@ def test_the_row_that_allows_nothing_is_named():
 
 
 def test_logits_and_mask_have_the_same_shape():
-    with pytest.raises(SpecError, match=r"^mask_logits: the mask has shape \(4,\), needed is \(2, 4\)$"):
+    with pytest.raises(SpecError, match=r"^mask_logits: the mask has shape \(4,\), expected \(2, 4\)$"):
         mask_logits(torch.zeros(2, 4), torch.ones(4))
 
 

@@ -1,4 +1,4 @@
-"""Where child processes look for modules, before they import anything; and how imports are kept from the collector.
+"""Sets a child's import path before it imports anything, and keeps imports from the garbage collector.
 
 multiprocessing starts processes by `python -c`, which looks for modules in the current directory first: a `queue.py`
 or a clone of a package there would be executed in place of the module that this process has loaded.

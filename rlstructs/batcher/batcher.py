@@ -449,7 +449,7 @@ class RL_Batcher:
 
     @property
     def policy_version(self) -> int:
-        """How many times `update` was called."""
+        """The number of calls of `update`."""
         return self._engine.policy_version
 
     def feed(self, memory: Any, names: Mapping[str, str] | None = None) -> None:
@@ -564,7 +564,7 @@ class RL_Batcher:
         return {name: moments.copy() for name, moments in self._engine.supervisor.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
-        """What the workers do and have done; cheap enough to call after every rollout.
+        """Tells what each worker does and has done; cheap enough to call after every rollout.
 
         Returns:
             `workers`: for each a dict of `worker` (its index), `pid`, `state` ("idle", "busy" or "gone"),
@@ -579,7 +579,7 @@ class RL_Batcher:
         return self._engine.stats()
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging; it leaves `episodes` as it is.
+        """Returns numbers for a log; leaves `episodes` as it is.
 
         Returns:
             Since the last call: `episode/count`, and the means `episode/return` and `episode/length`, missing where no

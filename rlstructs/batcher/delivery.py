@@ -24,7 +24,7 @@ GiveBack = Callable[[], None]
 
 
 class Delivery:
-    """Does what `RL_Batcher.get` and `lease` promise.
+    """Hands rollouts out, by `RL_Batcher.get` and `lease`.
 
     Args:
         engine: runs the rollouts.

@@ -272,7 +272,7 @@ class Engine:
         return None if self._fed is None else self._fed.first_numbers
 
     def stats(self) -> dict[str, Any]:
-        """What `RL_Batcher.stats` returns."""
+        """Returns the result of `RL_Batcher.stats`."""
         workers = self.supervisor.stats()
         return {
             "workers": workers,
@@ -286,11 +286,11 @@ class Engine:
 
     @property
     def n_steps(self) -> int:
-        """How many steps of all environments together were handed out."""
+        """The number of steps handed out, of all environments together."""
         return self.meter.n_steps
 
     def metrics(self) -> dict[str, float]:
-        """What `RL_Batcher.metrics` returns."""
+        """Returns the result of `RL_Batcher.metrics`."""
         restarts = [n for worker in self.supervisor.stats() for n in worker["env_restarts"]]
         return {
             **self.transport.episodes.take_means(),

@@ -33,7 +33,7 @@ def evaluate(
     agent_info: DictTensor | None,
     max_steps: int | None,
 ) -> DictTensor:
-    """Does what `RL_Batcher.evaluate` does, with arguments that were checked."""
+    """Plays the episodes of `RL_Batcher.evaluate`, whose arguments were checked."""
     _check_keys(engine)
     seeds = seeds_of(seed, len(engine.settings.seeds), "seed")
     warn_of_overlap(seeds, engine.n_envs)
@@ -75,7 +75,7 @@ def _play(
 
 
 class EpisodePlan:
-    """How many episodes each environment plays: equally many, or none where none is played.
+    """Number of episodes that each environment plays: equally many, or none where none is played.
 
     An environment that waits, as that of an agent that never comes, cannot play. When only such ones have episodes
     left, those that play get these.

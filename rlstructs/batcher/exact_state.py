@@ -60,7 +60,7 @@ class OrderState(NamedTuple):
 
 
 class TrainerState(NamedTuple):
-    """What the trainer's process knows.
+    """The state of the trainer's process.
 
     Attributes:
         records: for each worker the fields of its record, but for its orders, and the seconds since it began.

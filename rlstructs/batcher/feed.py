@@ -31,19 +31,19 @@ class Fed(Protocol):
     first_numbers: Sequence[int]
 
     def begin_rollouts(self) -> None:
-        """Is called before rollouts are ordered."""
+        """Called before rollouts are ordered."""
 
     def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
-        """Is called when rollouts are about to be handed out, by worker; what it raises leaves them as they are."""
+        """Called when rollouts are about to be handed out, by worker; what it raises leaves them as they are."""
 
     def restart(self, workers: Collection[int]) -> None:
-        """Is called when these workers have ended, before their successors begin."""
+        """Called when these workers have ended, before their successors begin."""
 
     def drop(self) -> None:
-        """Is called when rollouts that were under way are dropped, and no worker writes."""
+        """Called when rollouts that were under way are dropped, and no worker writes."""
 
     def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
-        """Is called when rollouts of a loaded state wait to be handed out, and no worker writes.
+        """Called when rollouts of a loaded state wait to be handed out, and no worker writes.
 
         Args:
             first_numbers: by worker, the number of its first rollout that the memory gets.
@@ -52,7 +52,7 @@ class Fed(Protocol):
 
 
 class FedByWorkers:
-    """A memory that workers write to, of which this process sees the rollouts that were handed out.
+    """A memory written by workers; the trainer sees only rollouts that it has been handed.
 
     Workers are ahead of that. The rows that the rollouts under way may overwrite are not seen either, written or not,
     so that what is drawn does not depend on what workers are doing.
@@ -79,7 +79,7 @@ class FedByWorkers:
         self._shown = storage.counters.shared.copy()
         # Below these steps rows may have been overwritten by rollouts that were lost.
         self._lost = self._shown[RESERVED].copy()
-        # Whoever drops a batcher without closing it has the memory back.
+        # Gives the memory back if the batcher is dropped without `close`.
         weakref.finalize(self, storage.take_back, self._shown).atexit = False
 
     @property
@@ -205,7 +205,7 @@ class FedHere:
 def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Makes a function that calls a method as long as its object is used elsewhere.
 
-    Without a circle of references, workers end as soon as a program drops its batcher.
+    Avoids a reference cycle, so that dropping the batcher ends its workers at once.
     """
     found = weakref.WeakMethod(method)
 

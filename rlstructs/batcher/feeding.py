@@ -49,7 +49,7 @@ def feed_memory(engine: Engine, life: Lifecycle, memory: Any, names: Mapping[str
     example = _make_example(engine.transport.layout)
     names = own.choose_names([*example.trajectories, POLICY_VERSION]) if names is None else dict(names)
     if not names:
-        raise SpecError("feed: names is empty; needed are names of columns and the keys that they get")
+        raise SpecError("feed: names is empty; expected names of columns and the keys that they get")
     fed = _feed_by_workers(engine, life, own, example, names)
     if fed is None:
         is_here = isinstance(engine.transport, SlotTransport)
@@ -75,7 +75,7 @@ def _feed_by_workers(
         return None
     n_slots, columns, has_one_lane = transport.layout.n_slots, storage.columns, own.takes_any_environment
     if columns.n_lanes < n_slots and not has_one_lane:
-        raise SpecError(f"feed: the memory has {columns.n_lanes} lanes, needed are {n_slots}, one for each environment")
+        raise SpecError(f"feed: the memory has {columns.n_lanes} lanes, expected {n_slots}, one for each environment")
     has_writers = isinstance(transport, SlotTransport) and not (has_one_lane and engine.pool.n_workers > 1)
     if own.is_for_one_process or not has_writers:
         return None

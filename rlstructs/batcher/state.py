@@ -44,7 +44,7 @@ FAILED = "load_state_dict: "
 
 
 def _describe_batcher(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
-    """What must be the same in the batcher that loads a state; one seed for each worker."""
+    """Settings that must be equal in the batcher that loads a state; one seed for each worker."""
     keys = {f"observation/{key}": _format_spec(spec) for key, spec in layout.observation.items()}
     keys |= {f"action/{key}": _format_spec(spec) for key, spec in layout.action.items()}
     keys |= {key: _format_spec(spec) for key, spec in layout.info.items()}
@@ -112,7 +112,7 @@ def check(state: Any, own: State) -> State:
         state = {**state, "version": VERSION}
         del state["exact"]
     if state.get("version") != VERSION:
-        raise SpecError(f"load_state_dict: the state is of version {state.get('version')!r}, needed is {VERSION}")
+        raise SpecError(f"load_state_dict: the state is of version {state.get('version')!r}, expected {VERSION}")
     try:
         _check_same("batcher", state.get("batcher"), own["batcher"])
     except SpecError as error:
@@ -155,12 +155,12 @@ def _check_form(where: str, given: Any, own: Any) -> None:
     if isinstance(own, dict):
         if given.keys() != own.keys():
             found = sorted(map(str, given))
-            raise SpecError(f"load_state_dict: {where} has the keys {found}, needed are {sorted(own)}")
+            raise SpecError(f"load_state_dict: {where} has the keys {found}, expected {sorted(own)}")
         for key in own:
             _check_form(f"{where}[{key!r}]", given[key], own[key])
     elif isinstance(own, list):
         if len(given) != len(own):
-            raise SpecError(f"load_state_dict: {where} has {len(given)} entries, needed are {len(own)}")
+            raise SpecError(f"load_state_dict: {where} has {len(given)} entries, expected {len(own)}")
         for at, pair in enumerate(zip(given, own, strict=True)):
             _check_form(f"{where}[{at}]", *pair)
     elif isinstance(own, torch.Tensor):

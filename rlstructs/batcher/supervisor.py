@@ -73,7 +73,7 @@ class Supervisor:
 
     @property
     def n_restarts(self) -> int:
-        """How many workers were replaced."""
+        """The number of workers that were replaced."""
         return sum(record.n_restarts for record in self.records)
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Supervisor:
         return replaced
 
     def stats(self) -> list[dict[str, Any]]:
-        """What `RL_Batcher.stats` says of each worker."""
+        """The entries of `RL_Batcher.stats` for each worker."""
         return [
             {
                 "worker": index,

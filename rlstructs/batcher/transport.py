@@ -62,12 +62,12 @@ class Transport:
         return self.n_running()
 
     def n_running(self) -> int:
-        """How many environments run."""
+        """The number of environments that run."""
         both = zip(self.blocks, self.running, strict=True)
         return sum(len(block if running is None else running) for block, running in both)
 
     def n_running_workers(self) -> int:
-        """How many workers have environments that run."""
+        """The number of workers whose environments run."""
         return sum(running != [] for running in self.running)
 
     def running_rows(self) -> np.ndarray:
@@ -97,7 +97,7 @@ class Transport:
         """Makes every worker end every rollout after its current step."""
 
     def read_rollout(self, worker: int, number: int) -> Any:
-        """What is kept here, not in the worker's reply, of a rollout that is done or lost; picklable."""
+        """The part of a finished or lost rollout that is kept here, not in the worker's reply; picklable."""
 
     def write_rollout(self, worker: int, number: int, content: Any) -> None:
         """Restores what `read_rollout` returned."""

@@ -1,4 +1,4 @@
-"""What the supervisor knows of one worker, and of its rollouts that are not handed out yet."""
+"""The supervisor's record of one worker, and of its rollouts that are not handed out yet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RolloutOrder:
 
 @dataclass
 class WorkerRecord:
-    """What is known of one worker, and of those that it replaced.
+    """The record of one worker, and of those that it replaced.
 
     Attributes:
         stream: which seeds it uses: 0 at first, one more after each replacement and each restored state.
@@ -144,7 +144,7 @@ class WorkerRecord:
 
 
 def describe_times(elapsed: float, clock: Clock) -> dict[str, Any]:
-    """How a worker has spent its `elapsed` seconds, under the names of `RL_Batcher.stats`."""
+    """The shares of a worker's `elapsed` seconds, under the names of `RL_Batcher.stats`."""
     return {
         "steps": clock.steps,
         "steps_per_second": clock.steps / elapsed,

@@ -64,7 +64,7 @@ class CheckpointFolder:
         if not self.path.exists():
             return
         if not self.path.is_dir():
-            raise FileError(f"{self.path}: this is a file, needed is a folder of checkpoints, or a new one")
+            raise FileError(f"{self.path}: this is a file, expected a folder of checkpoints, or a new one")
         others = sorted(entry.name for entry in self.path.iterdir() if not _is_ours(entry.name))
         if others and self.find_latest() is None:
             raise FileError(f"{self.path}: this is not a folder of checkpoints, it holds {others[:3]}")
@@ -197,7 +197,7 @@ class CheckpointFolder:
 
     @staticmethod
     def published_path(new: Path) -> Path:
-        """Where `publish` moves a folder that `begin` returned."""
+        """The final place of a folder that `begin` returned."""
         return new.with_suffix("")
 
     def publish(self, new: Path) -> Path:
@@ -212,7 +212,7 @@ class CheckpointFolder:
         return path
 
     def drop_old(self, keep: int) -> None:
-        """Deletes all but the newest `keep` checkpoints, and what else is of no use.
+        """Deletes all but the newest `keep` checkpoints, and the leftovers of interrupted saves.
 
         Of several of the same step, the last one has replaced the others.
 

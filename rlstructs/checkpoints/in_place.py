@@ -198,7 +198,7 @@ def _are_same(own: Any, content: Any) -> bool:
 
 
 def _find_bytes(own: Any) -> tuple[int, int]:
-    """Where the memory of a tensor or array starts and ends."""
+    """The addresses at which the memory of a tensor or array starts and ends."""
     if isinstance(own, np.ndarray):
         start, steps, size = own.__array_interface__["data"][0], [*own.strides], own.itemsize
     else:
@@ -229,7 +229,7 @@ SETTINGS = {
     "ns_steps",
     "rho",
 }
-# What torch's optimizers keep for each parameter in its shape.
+# Optimizer state that has the shape of its parameter.
 LIKE_PARAMETERS = {
     "acc_delta",
     "ax",
@@ -249,7 +249,7 @@ LIKE_PARAMETERS = {
 def check_fits(label: str, owner: Any, state: Any) -> None:
     """Raises FileError if a state is certainly not one that a module or optimizer of torch can load.
 
-    Another exception says that the state is none of such an object.
+    Any other exception means that the state is not a state dict at all.
     """
     if isinstance(owner, torch.nn.Module):
         _check_module(label, owner, state)

@@ -263,5 +263,5 @@ def list_parts(label: str, given: Any) -> list[tuple[str, Any]]:
         return [(label, given)]
     for name in given:
         if not (isinstance(name, str) and name.replace("_", "").replace("-", "").isalnum() and name.isascii()):
-            raise SpecError(f"{label} has the name {name!r}; needed are letters, digits, '_' and '-'")
+            raise SpecError(f"{label} has the name {name!r}; expected letters, digits, '_' and '-'")
     return [(f"{label}/{name}", each) for name, each in given.items()]

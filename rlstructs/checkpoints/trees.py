@@ -102,13 +102,13 @@ def encode_tree(name: str, tree: Any) -> Any:
             return {**_encode_array(name, np.asarray(jax.random.key_data(tree)), KEY), "key": made_by}
         return _encode_array(name, np.asarray(tree), JAX)
     raise SpecError(
-        f"{name} is a {type(tree).__name__}, which a checkpoint cannot hold; needed are dicts, lists, tuples, sets, "
+        f"{name} is a {type(tree).__name__}, which a checkpoint cannot hold; expected dicts, lists, tuples, sets, "
         "tensors, arrays, numbers, texts or None, or an object with state_dict and load_state_dict"
     )
 
 
 def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
-    """The same tensor, or one without what no read would make; a dict for a sparse one."""
+    """Returns the tensor in a form that a read can restore; a dict for a sparse one."""
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
         is_coo = tensor.layout is torch.sparse_coo
         parts = (
@@ -145,7 +145,7 @@ def _encode_collection(name: str, tree: Any) -> dict[str, Any]:
         return {ARRAY: kind.__name__, "items": encode_tree(name, list(tree)), "maxlen": tree.maxlen}
     for key in tree:
         if not _is_key(key):
-            raise SpecError(f"{name} has the key {key!r}; needed is a text, a number, or a tuple of these")
+            raise SpecError(f"{name} has the key {key!r}; expected a text, a number, or a tuple of these")
     items = [encode_tree(f"{name}, its key {key!r}", key) for key in tree]
     if isinstance(tree, dict):
         values = [encode_tree(f"{name}[{key!r}]", value) for key, value in tree.items()]

@@ -28,7 +28,7 @@ from rlstructs.workers.limits import available_bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """What to collect.
+    """The arguments of `rlstructs collect`.
 
     Attributes:
         env_id: id in gymnasium's registry.
@@ -93,7 +93,7 @@ class Totals:
 
 @dataclass
 class Collected:
-    """What was collected so far.
+    """Counts of the rollouts that were collected so far.
 
     Attributes:
         rollouts: for each rollout its trajectories (None if they are not kept), the episodes that ended in it, and
@@ -135,7 +135,7 @@ def collect(settings: Settings, keep: bool) -> Collected:
 
 
 def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -> Iterator[Trajectories]:
-    """Does what `collect` does, and yields each rollout; a Ctrl-C waits until the next one is asked for.
+    """Collects, and yields each rollout; a Ctrl-C waits until the next one is asked for.
 
     Args:
         settings, keep: see `collect`.

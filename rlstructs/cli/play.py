@@ -45,7 +45,7 @@ OTHER_WINDOWS = ("ale_py", "gymnasium.envs.mujoco")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to play.
+    """The arguments of `rlstructs play`.
 
     Attributes:
         env_id: id in gymnasium's registry.

@@ -1,4 +1,4 @@
-"""What Ray runs: takes requests as bytes, answers with bytes and arrays, and lets no exception reach Ray.
+"""The actor that Ray runs: requests are bytes, replies bytes and arrays, and no exception reaches Ray.
 
     trainer                                          actor
     -------                                          -----
@@ -56,7 +56,7 @@ class NodeFailure(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an actor runs: Ray's id of the machine, and the process id."""
+    """The place of an actor: Ray's id of its machine, and its process id."""
 
     node_id: str
     pid: int

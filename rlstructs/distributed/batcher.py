@@ -208,7 +208,7 @@ class RayBatcher(RL_Batcher):
         )
 
     def stats(self) -> dict[str, Any]:
-        """What the workers do and have done, as of the last reply of their nodes.
+        """Tells what each worker does and has done, by the last reply of its node.
 
         Returns:
             What `RL_Batcher.stats` returns, and the `node` of each worker. `nodes`: for each a dict of `node` (its

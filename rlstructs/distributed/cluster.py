@@ -1,4 +1,4 @@
-"""What Ray itself is asked for: a connection, machines to run on, and the size of their object stores."""
+"""Questions to Ray: a connection, machines to run on, and the size of their object stores."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Placement:
         return next((machine for machine in fitting if machine.is_reachable()), None)
 
     def n_machines(self) -> int:
-        """How many machines have what an actor reserves; 1 if there are none."""
+        """The number of machines that have room for an actor; 1 if there are none."""
         return len(self._list_fitting()) or 1
 
     @property

@@ -48,7 +48,7 @@ class Request:
     Attributes:
         reference: Ray's reference to the reply.
         reply: holds the reply once it is on this machine, where Ray brings it as soon as there is one.
-        asked: the request and its outcome, for who waits for it.
+        asked: the request and the future that its reply resolves.
         limit: seconds that the node has; None for no limit.
     """
 

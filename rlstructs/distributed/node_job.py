@@ -92,7 +92,7 @@ class NodeRollout:
 
 
 class NodeReply(NamedTuple):
-    """What a node replies when its rollout is over; the first four fields have the names of `RolloutReply`'s.
+    """A node's reply when its rollout is over; the first four fields are named as in `RolloutReply`.
 
     Attributes:
         running: the environments that still run, counted from the node's first; None for all of them.
@@ -254,7 +254,6 @@ class NodeJob:
         self._evaluation = Rounds(self._engine, list(seeds)[self._workers], max_steps, own)
 
     def evaluate(self, wanted: np.ndarray) -> Standing:
-        """See `RolloutJob.evaluate`."""
         assert self._evaluation is not None
         _raise(self._evaluation.play(wanted[self._rows()]))
         return self._evaluation.standing
@@ -316,7 +315,7 @@ def _take_rows(info: DictTensor, rows: slice) -> DictTensor:
 
 
 class OwnState(NamedTuple):
-    """What a node knows beside its engine.
+    """The state of a node beside its engine.
 
     Attributes:
         infos: `agent_info` and `env_info`, as they were last set.
@@ -349,26 +348,22 @@ class NodeState(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """See `JobState`."""
         return [name for job in self.engine.jobs for name in job.names]
 
     @property
     def methods(self) -> list[str]:
-        """See `JobState`."""
         return [method for job in self.engine.jobs for method in job.methods]
 
     @property
     def why(self) -> str:
-        """See `JobState`."""
         return next((job.why for job in self.engine.jobs if job.why), "")
 
     @property
     def last_update(self) -> Parcel | None:
-        """See `JobState`."""
         return self.engine.trainer.update
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as a dict of lists and tensors, without the last update, which the trainer keeps."""
+        """Converts to a dict of lists and tensors, without the last update, which the trainer keeps."""
         trainer = self.engine.trainer._replace(update=None)
         return {"workers": [job.as_dict() for job in self.engine.jobs], **dumps((trainer, self.own)).as_tensors()}
 

@@ -87,7 +87,7 @@ class NodePool:
 
     @property
     def n_workers(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self._job_arguments)
 
     @property

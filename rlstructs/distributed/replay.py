@@ -145,7 +145,7 @@ class RayReplay:
         self._pool.gather(asked)
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
-        """Does what `extend` does.
+        """Adds rows, as `extend` does.
 
         Args:
             trajectories: with `env_index` in their info.
@@ -414,7 +414,7 @@ class RayReplay:
 
 @dataclass(frozen=True)
 class ReplayFeed:
-    """What `RL_Batcher.feed` needs of a `RayReplay`, whose rows are in no process that could be written to.
+    """Feeds a `RayReplay` through the trainer: workers cannot write to the actors that hold its rows.
 
     Args:
         names: as of `take_trajectories`.
@@ -424,7 +424,7 @@ class ReplayFeed:
     storage: None = None
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Those that the memory was made with, or those of `extend` where it was made with none."""
+        """The columns that the memory was made with, or else those of `extend`."""
         return dict(self.names(keys) if callable(self.names) else self.names)
 
 

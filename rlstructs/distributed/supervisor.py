@@ -23,7 +23,7 @@ NEW_CLOCK = dataclasses.asdict(Clock())
 
 @dataclass(eq=False)
 class NodeRecord(WorkerRecord):
-    """What is known of one node, and of those that it replaced.
+    """The record of one node, and of those that it replaced.
 
     Attributes:
         states: the states of its workers after its last rollout that was handed out; None if there was none.
@@ -91,7 +91,7 @@ class NodeSupervisor(Supervisor):
 
     @property
     def n_restarts(self) -> int:
-        """How many workers were replaced, by their nodes or with them."""
+        """The number of workers that were replaced, by their nodes or with them."""
         return sum(state[RESTARTS] for state in self.get_states())
 
     def send_infos(self, infos: Any) -> None:
@@ -135,7 +135,7 @@ class NodeSupervisor(Supervisor):
             record.states = node.report["states"]
 
     def stats(self) -> list[dict[str, Any]]:
-        """What `RL_Batcher.stats` says of each worker, and its node; as of the node's last reply."""
+        """The entries of `RL_Batcher.stats` for each worker and its node, by the node's last reply."""
         return [
             {
                 "worker": index,

@@ -99,7 +99,7 @@ class BatchWriter:
             if not self._has_axes:
                 np.copyto(chain, np.asarray(values).reshape(n), casting=self._casting)
                 return True
-            # Too long and too short ones may add up.
+            # Wrong lengths may have the right sum.
             if list(map(len, values)) != (self._lengths if is_full else self._lengths[:n]):
                 return False
             np.concatenate(values, out=chain, casting=self._casting)

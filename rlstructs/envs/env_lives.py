@@ -43,7 +43,7 @@ def check_policy(on_env_failure: Any, max_env_restarts: Any) -> None:
 
 
 class LivesRule(NamedTuple):
-    """How environments that fail are made anew.
+    """The rule by which environments that fail are made anew.
 
     Attributes:
         make: makes environment k for its n-th new life, from 1 on, given k, n and `seed`.
@@ -59,7 +59,7 @@ class LivesRule(NamedTuple):
 
 
 class RestartPolicy(NamedTuple):
-    """What happens to environments of a `SharedVectorEnv` that fail.
+    """The rule for environments of a `SharedVectorEnv` that fail.
 
     Attributes:
         is_on: whether they are made anew.
@@ -171,7 +171,7 @@ class EnvLives:
                 error, place = failure, "its constructor"
 
     def take_counts(self) -> dict[int, int]:
-        """How often environments were made anew since the last call, by index; those that were not are left out."""
+        """Counts restarts since the last call, by index; environments that had none are left out."""
         new = {k: n - taken for k, (n, taken) in enumerate(zip(self.counts, self._n_taken, strict=True)) if n > taken}
         self._n_taken = list(self.counts)
         return new

@@ -120,7 +120,6 @@ class GymEnv(RowDefaults):
         return len(self._envs)
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """See `RowEnv.single_envs`."""
         return list(map(SingleEnv, self._envs, self._episodes))
 
     def example(self) -> Rows:
@@ -150,7 +149,7 @@ class GymEnv(RowDefaults):
         return step_pairs(self.step_rows(action), running)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        """Resets, and returns the observation as rows that nobody else uses."""
         self._options = split_options(env_info, len(self._envs))
         seeds, episodes = self._seeds, list(self._episodes)
         try:
@@ -179,19 +178,16 @@ class GymEnv(RowDefaults):
 
     @property
     def failed_rows(self) -> np.ndarray:
-        """See `RowEnv.failed_rows`."""
         return np.array(sorted(self._failed), np.int64)
 
     def set_lives(self, rule: LivesRule | None) -> None:
-        """See `RowEnv.set_lives`."""
         self._lives.set_rule(rule)
 
     def take_restarts(self) -> dict[int, int]:
-        """See `RowEnv.take_restarts`."""
         return self._lives.take_counts()
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `step` does, and returns rows of its own that stay valid until the next step."""
+        """Steps, and returns rows of its own that stay valid until the next step."""
         running = check_running(self._running)
         actions, action_columns = self._actions.read(action, running.size)
         frames, rewards, ended, uncopied = [], [], [], []
@@ -287,7 +283,7 @@ class GymEnv(RowDefaults):
         )
 
     def _begin_one(self, k: int, seed: int | None, row: int) -> Any:
-        """Does what `_reset_one` does, with an environment that is made anew if it fails."""
+        """Resets an environment, which is made anew if it fails."""
         while True:
             try:
                 return self._reset_one(k, seed, row)

@@ -150,12 +150,12 @@ class GymVectorEnv(RowDefaults):
         return self._groups
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """Those of a `SyncVectorEnv`; otherwise the vector environment."""
+        """The environments of a `SyncVectorEnv`; otherwise the vector environment."""
         inner = getattr(self._envs, "unwrapped", self._envs)
         return [SingleEnv(env) for env in (inner.envs if isinstance(inner, SyncVectorEnv) else [self._envs])]
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        """Resets, and returns the observation as rows that nobody else uses."""
         if not env_info.empty():
             raise SpecError(f"env_info: {self._name} takes no options for single environments")
         observations, infos = self._reset_all()
@@ -167,12 +167,10 @@ class GymVectorEnv(RowDefaults):
 
     @property
     def may_idle(self) -> bool:
-        """See `RowEnv.may_idle`."""
         return bool(self._ended.size)
 
     @property
     def failed_rows(self) -> np.ndarray:
-        """See `RowEnv.failed_rows`."""
         ends = np.cumsum([group._n for group in self._groups])
         groups = (group._gone + end - group._n for group, end in zip(self._groups, ends, strict=True))
         return np.concatenate([self._gone, *groups])  # of one or the other: a wrapper steps all together
@@ -185,21 +183,19 @@ class GymVectorEnv(RowDefaults):
         return failed, self._reset_ended(failed)
 
     def set_lives(self, rule: LivesRule | None) -> None:
-        """See `RowEnv.set_lives`."""
         if (shared := _find_shared(self._envs)) is not None:
             shared.hold_failed(None if rule is None else RestartPolicy(True, rule.limit, rule.first))
         elif rule is not None:
             refuse_lives(self._envs)
 
     def take_restarts(self) -> dict[int, int]:
-        """See `RowEnv.take_restarts`."""
         if (shared := _find_shared(self._envs)) is None:
             return {}
         before, self._n_restarts = self._n_restarts, shared.env_restarts
         return {k: n for k, n in enumerate((self._n_restarts - before).tolist()) if n}
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `step` does, and returns rows that stay valid until the next step.
+        """Steps, and returns rows that stay valid until the next step.
 
         Args:
             action: a row for each environment that runs: all that have not failed.
@@ -256,7 +252,7 @@ class GymVectorEnv(RowDefaults):
         return np.flatnonzero(is_running), np.maximum(is_running.cumsum() - 1, 0)
 
     def _read_all(self, columns: Mapping[str, np.ndarray], result: Any, target: Target | None) -> Step:
-        """Does what `_read_step` does, with rows for all E environments."""
+        """Reads a step into rows of all E environments."""
         try:
             observations, rewards, terminated, truncated, infos = result
         except (TypeError, ValueError):
@@ -405,14 +401,12 @@ class GymVectorGroup(GymVectorEnv):
         self._columns: Mapping[str, np.ndarray] = {}
 
     def send_rows(self, action: DictTensor) -> None:
-        """See `SplitEnv.send_rows`."""
         actions, columns = self._read_actions(action)
         # Copies: the agent may overwrite its output before these environments have stepped.
         self._columns = {name: column.copy() for name, column in columns.items()}
         self._envs.step_async(actions)
 
     def recv_rows(self, target: Target | None) -> Step:
-        """See `SplitEnv.recv_rows`."""
         return self._read_step(self._columns, self._envs.step_wait(), target)
 
 

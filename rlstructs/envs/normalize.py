@@ -66,12 +66,10 @@ class NormalizingEnv(RowDefaults):
 
     @property
     def may_idle(self) -> bool:
-        """See `RowEnv.may_idle`."""
         return self._env.may_idle
 
     @property
     def absent_rows(self) -> np.ndarray:
-        """See `RowEnv.absent_rows`."""
         return self._env.absent_rows
 
     @property
@@ -80,7 +78,6 @@ class NormalizingEnv(RowDefaults):
         return self._env.defers_resets
 
     def example(self) -> Rows | None:
-        """See `RowEnv.example`."""
         example = self._env.example()
         return None if example is None else self._add_keys(example)
 
@@ -89,7 +86,6 @@ class NormalizingEnv(RowDefaults):
         return self
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """See `RowEnv.single_envs`."""
         return self._env.single_envs()
 
     def reset(self, env_info: DictTensor = NO_INFO) -> tuple[DictTensor, torch.Tensor]:
@@ -106,7 +102,7 @@ class NormalizingEnv(RowDefaults):
         self._env.close()
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        """Resets, and returns the observation as rows that nobody else uses."""
         rows = self._env.reset_rows(env_info)
         if self._scales is None:
             self._prepare(rows.packing)
@@ -114,26 +110,22 @@ class NormalizingEnv(RowDefaults):
         return self._normalize_first(rows)
 
     def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
-        """See `RowEnv.revive_rows`."""
         which, rows = self._env.revive_rows(which)
         still_running, self._running = self._running, np.union1d(self._running, which)
         return which, self._normalize_restarted(rows, still_running)
 
     @property
     def failed_rows(self) -> np.ndarray:
-        """See `RowEnv.failed_rows`."""
         return self._env.failed_rows
 
     def set_lives(self, rule: LivesRule | None) -> None:
-        """See `RowEnv.set_lives`."""
         self._env.set_lives(rule)
 
     def take_restarts(self) -> dict[int, int]:
-        """See `RowEnv.take_restarts`."""
         return self._env.take_restarts()
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `step` does, and returns rows that stay valid until the next step; `target` is not used."""
+        """Steps, and returns rows that stay valid until the next step; `target` is not used."""
         step = self._normalize_step(self._env.step_rows(action))
         if step.kept is not None:
             self._running = self._running[step.kept]

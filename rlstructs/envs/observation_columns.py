@@ -144,7 +144,7 @@ RESERVED = ("reward", RAW_REWARD, *FLAGS, "last_action")
 
 
 class RowLayout:
-    """How the rows of gymnasium environments are made up.
+    """The layout of the rows of gymnasium environments.
 
     A row holds the entries of the observation space, then the reward, the flags, the last action and the infos.
 

@@ -90,7 +90,7 @@ class RowAdapter(RowDefaults):
 
     @property
     def absent_rows(self) -> np.ndarray:
-        """Those that the environment tells, if it does."""
+        """The rows that the environment names, if it names any."""
         return self._env.absent_rows if self._tells_absent else NO_ROWS  # type: ignore[attr-defined]
 
     def shared_statistics(self) -> SharedStatistics | None:
@@ -98,11 +98,10 @@ class RowAdapter(RowDefaults):
         return self._env if _keeps_statistics(self._env) else None
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """Those of the environment, or of what it wraps if it forwards the method; otherwise the environment itself."""
+        """Asks the environment, which may forward to what it wraps; otherwise returns the environment itself."""
         return self._env.single_envs() if hasattr(self._env, "single_envs") else (SingleEnv(self._env),)
 
     def set_lives(self, rule: LivesRule | None) -> None:
-        """See `RowEnv.set_lives`."""
         if rule is not None:
             refuse_lives(self._env)
 
@@ -112,7 +111,7 @@ class RowAdapter(RowDefaults):
         return getattr(self._env, "action_space", None)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `VecEnv.reset` does, and returns the observation of all E environments."""
+        """Resets, and returns the observation of all E environments."""
         observation, running = self._env.reset(env_info)
         self._running = _array(running)
         if not np.array_equal(self._running, np.arange(self.n_envs())):
@@ -122,7 +121,7 @@ class RowAdapter(RowDefaults):
         return Rows.of(self._packing, arrays)
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `VecEnv.step` does, and checks which environments run."""
+        """Steps, and checks which environments run."""
         # A copy: the environment or the agent may write into its tensors later.
         (after, before), (following, running) = self._env.step(action.clone())
         if not np.array_equal(_array(before), self._running):

@@ -67,11 +67,11 @@ class RowEnv(Protocol):
         ...
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `VecEnv.reset` does, and returns the observations of all as rows that nobody else uses."""
+        """Resets, and returns the observations of all as rows that nobody else uses."""
         ...
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `VecEnv.step` does.
+        """Steps all environments.
 
         Args:
             action: a row for each running environment.
@@ -128,7 +128,7 @@ class RowEnv(Protocol):
         ...
 
     def take_restarts(self) -> dict[int, int]:
-        """How often environments were made anew since the last call, by index, without those that were not."""
+        """Counts restarts since the last call, by index; environments that had none are left out."""
         ...
 
     def example(self) -> Rows | None:
@@ -173,51 +173,40 @@ class RowDefaults:
 
     @property
     def may_idle(self) -> bool:
-        """See `RowEnv.may_idle`."""
         return False
 
     @property
     def absent_rows(self) -> np.ndarray:
-        """See `RowEnv.absent_rows`."""
         return NO_ROWS
 
     @property
     def defers_resets(self) -> bool:
-        """See `RowEnv.defers_resets`."""
         return False
 
     def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
-        """See `RowEnv.revive_rows`."""
         raise StateError(f"{type(self).__name__} defers no resets")
 
     @property
     def failed_rows(self) -> np.ndarray:
-        """See `RowEnv.failed_rows`."""
         return NO_ROWS
 
     def set_lives(self, rule: LivesRule | None) -> None:
-        """See `RowEnv.set_lives`."""
         if rule is not None:
             refuse_lives(self)
 
     def take_restarts(self) -> dict[int, int]:
-        """See `RowEnv.take_restarts`."""
         return {}
 
     def example(self) -> Rows | None:
-        """See `RowEnv.example`."""
         return None
 
     def row_groups(self) -> Sequence[SplitEnv]:
-        """See `RowEnv.row_groups`."""
         return ()
 
     def shared_statistics(self) -> SharedStatistics | None:
-        """See `RowEnv.shared_statistics`."""
         return None
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """See `RowEnv.single_envs`."""
         return (SingleEnv(self),)
 
 

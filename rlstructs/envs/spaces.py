@@ -217,7 +217,7 @@ def _column_leaf(leaf: SpaceLeaf, what: str, keep_float64: bool) -> Leaf:
     path, space, key = leaf.path, leaf.space, "/".join(map(str, leaf.path))
     if not leaf.is_array:
         raise SpecError(
-            f"{what}: space {space} is not supported; needed is Box, Discrete, MultiDiscrete, "
+            f"{what}: space {space} is not supported; expected Box, Discrete, MultiDiscrete, "
             f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {key!r})' if path else ''}"
         )
     if isinstance(space, spaces.Discrete):

@@ -166,7 +166,7 @@ class _Archive:
 
 
 def read_slots(reader: Reader, name: str, array: np.ndarray, start: int) -> None:
-    """Does what `Reader.read_slots` says, one lane after another."""
+    """Reads slots, one lane after another."""
     n_slots, row = reader.spec_of(name)[1][1], math.prod(array.shape[2:])
     if array.shape[1] == n_slots:
         reader.read_into(name, array)

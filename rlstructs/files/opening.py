@@ -127,4 +127,4 @@ def read_into(file: BinaryIO, offset: int, data: memoryview) -> None:
 def _check_regular(path: str | Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise FileError(f"{path}: is {kind}, needed is a regular file")
+        raise FileError(f"{path}: is {kind}, expected a regular file")

@@ -35,7 +35,7 @@ MOST_FILES, LEAST_BYTES = 128, 1 << 20
 
 @dataclass(frozen=True)
 class Cut:
-    """How an array is cut.
+    """The cuts of an array.
 
     Attributes:
         group: arrays of a group lie in the same files.
@@ -52,7 +52,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Content:
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
         kind: the class that the arrays belong to.
@@ -161,7 +161,7 @@ def _file_name(group: str, number: int) -> str:
 
 
 def _find_groups(folder: Path | None) -> Mapping[str, Any]:
-    """What the header of an earlier folder says of its groups; {} if it cannot be read."""
+    """Reads the groups in the header of an earlier folder; {} if it cannot be read."""
     if folder is None:
         return {}
     try:
@@ -212,7 +212,7 @@ def open_folder(folder: Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class _CutArray:
-    """What is known of an array that is cut.
+    """The record of an array that is cut.
 
     Attributes:
         dtype: of the array.

@@ -216,7 +216,7 @@ def _read_entry(file: BinaryIO, entry: Entry) -> bytearray:
 
 
 def weigh(tree: Any, known: dict[int, tuple[int, int] | None], depth: int = 0) -> tuple[int, int]:
-    """How deeply a tree is nested, and how many things there are in it, each counted in every place.
+    """Returns the depth of a tree and its number of nodes; a shared node counts at every place.
 
     Raises:
         ValueError: it is nested too deeply, holds itself, or holds the same array in several places.

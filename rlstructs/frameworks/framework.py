@@ -12,7 +12,7 @@ NOT_NUMPYS = 2
 
 
 class Framework(Protocol):
-    """How one library names dtypes and devices, and takes arrays.
+    """One library's names of dtypes and devices, and its arrays.
 
     Attributes:
         has_live_arrays: whether arrays of `live_array` follow the store's memory.

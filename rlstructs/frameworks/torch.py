@@ -28,7 +28,7 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """Does what `as_device` does; also raises RuntimeError for a CUDA device that this machine lacks."""
+    """Converts to a device; raises RuntimeError for a CUDA device that this machine lacks."""
     found = as_device(device)
     if found.type == "cuda" and (found.index or 0) >= (n_devices := torch.cuda.device_count()):
         raise RuntimeError(f"device: torch {torch.__version__} finds {n_devices} CUDA devices, got {str(device)!r}")

@@ -1,4 +1,4 @@
-"""Where a training writes its metrics: TensorBoard, Weights & Biases or Trackio, behind one hook.
+"""Writes a training's metrics to TensorBoard, Weights & Biases or Trackio, behind one hook.
 
 A log is called with metrics and a step. Any other function of these two arguments can take its place.
 
@@ -178,7 +178,7 @@ def open_log(where: str, config: Mapping[str, Any] | None = None) -> Log:
     name, _, place = where.partition(":")
     if name not in _LOGS:
         known = "tensorboard[:FOLDER], wandb[:PROJECT] or trackio[:PROJECT]"
-        raise SpecError(f"open_log: needed is {known}, got {where!r}")
+        raise SpecError(f"open_log: expected {known}, got {where!r}")
     kind, default = _LOGS[name]
     return kind(place or default, config=config)
 

@@ -141,7 +141,7 @@ def _read_tensors(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: in
         _check_names(file, specs)
         n_found, _, tensors = read_rows(file, sizes, n_rows, lambda name, _: specs[name])
     if n_found < n_rows:
-        raise ValueError(f"it has {n_found} rows, needed are {n_rows}")
+        raise ValueError(f"it has {n_found} rows, expected {n_rows}")
     return tensors
 
 
@@ -211,7 +211,7 @@ def _parse(name: str, cells: list[list[str]], spec: Spec) -> np.ndarray:
         return to_bits(name, np.array(cells, np.float32))
     if spec.dtype.kind == "b":
         if wrong := {cell for line in cells for cell in line} - {"True", "False"}:
-            raise ValueError(f"{name!r} holds {sorted(wrong)[0]!r}, needed is True or False")
+            raise ValueError(f"{name!r} holds {sorted(wrong)[0]!r}, expected True or False")
         return np.array([[cell == "True" for cell in line] for line in cells], bool)
     if spec.dtype.kind == "c":
         return np.array([[complex(cell) for cell in line] for line in cells], spec.dtype)

@@ -1,4 +1,4 @@
-"""What a memory does so that workers can write to it."""
+"""Lets workers write to a memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LaneWriter:
         self.storage = storage
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str]) -> None:
-        """Does what `Memory.add_trajectories` does."""
+        """Adds trajectories, for `Memory.add_trajectories`."""
         steps, columns = _take(trajectories, names, self.storage), self.storage.columns
         write_steps(convert_steps(steps, columns, columns.specs), steps, self.storage, self.storage.write)
 
@@ -46,7 +46,7 @@ class MemoryFeed:
 
     @property
     def writer(self) -> LaneWriter:
-        """What writes to it."""
+        """Returns the writer."""
         return LaneWriter(self.storage)
 
     @property

@@ -97,7 +97,7 @@ class Intake:
                 continue
             spec = specs[name]
             if array.shape != rows + spec.shape and not (spec.shape == (1,) and array.shape == rows):
-                raise SpecError(f"add_samples: {name!r} has shape {tuple(array.shape)}, needed is {rows + spec.shape}")
+                raise SpecError(f"add_samples: {name!r} has shape {tuple(array.shape)}, expected {rows + spec.shape}")
             block[name] = encoded(name, array, spec).reshape(lead + spec.shape)
         block |= self._read_next_rows(self._tensors.exposed - block.keys(), lanes, lead[1])
         write(block, lanes, done=find_ends(block))
@@ -135,7 +135,7 @@ class Intake:
             return int(shape[0])
         if n_axes == n_data_axes:
             return None
-        raise SpecError(f"add_samples: {name!r} has shape {tuple(shape)}, needed is (n, *data) or (*data)")
+        raise SpecError(f"add_samples: {name!r} has shape {tuple(shape)}, expected (n, *data) or (*data)")
 
     def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
         """Chooses the environments that take `n` rows; returns them and the leading axes (environments, rows)."""

@@ -33,7 +33,7 @@ LOG = logging.getLogger("rlstructs")
 
 
 class Cursor(NamedTuple):
-    """Where the next row is written.
+    """The index of the next row to write.
 
     Attributes:
         is_full: whether every environment has filled all its rows.
@@ -153,7 +153,7 @@ class Tensors:
         if host is None:
             return Spec(np.dtype(np.int16), shape, is_bfloat16=True)
         if host.kind not in "biufc" or host.isbuiltin == NOT_NUMPYS:
-            raise SpecError(f"dtype {dtype} is not supported; needed is a bool, integer, float or complex number")
+            raise SpecError(f"dtype {dtype} is not supported; expected a bool, integer, float or complex number")
         return Spec(host, shape)
 
     def plan(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
@@ -218,7 +218,7 @@ class Tensors:
             if values.shape != shape:
                 values = values.expand(shape) if isinstance(values, torch.Tensor) else np.broadcast_to(values, shape)
         except (ValueError, RuntimeError) as error:
-            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {shape}") from error
+            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, expected {shape}") from error
         values = columns.check(name, values, self.lead)
         with self.storage.lock:
             columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))

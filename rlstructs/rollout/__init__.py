@@ -1,1 +1,1 @@
-"""What runs in a worker: the rollout, and the job that keeps environments and agent."""
+"""The worker's side: the rollout, and the job that keeps environments and agent."""

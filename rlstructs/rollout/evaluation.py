@@ -36,7 +36,7 @@ def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
 
 
 class Standing(NamedTuple):
-    """How far an evaluation is: three int64 arrays (N,), a number for each environment.
+    """The progress of an evaluation: three int64 arrays (N,), a number for each environment.
 
     Attributes:
         ended: its episodes that have ended, wanted or not.

@@ -24,7 +24,7 @@ class Writer(Protocol):
 
 
 class FedMemory(Protocol):
-    """What a memory says of itself so that workers can write to it: `make_feed` of memories and buffers."""
+    """A memory's description for the workers that write to it, from `make_feed`."""
 
     @property
     def takes_any_environment(self) -> bool:
@@ -40,7 +40,7 @@ class FedMemory(Protocol):
 
     @property
     def writer(self) -> Writer:
-        """What writes to it, once the columns are defined."""
+        """Returns the writer, once the columns are defined."""
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of the trajectories, where a program names none."""

@@ -32,11 +32,11 @@ class JobState(NamedTuple):
 
     @property
     def last_update(self) -> Parcel | None:
-        """The last update, if only the job has it: None."""
+        """None: the trainer keeps the last update itself."""
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as a dict of lists, texts and tensors, which `torch.load(weights_only=True)` reads."""
+        """Converts to a dict of lists, texts and tensors, which `torch.load(weights_only=True)` reads."""
         return {"names": self.names, "methods": self.methods, "why": self.why, **self.pickled.as_tensors()}
 
     @classmethod

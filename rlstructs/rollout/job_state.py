@@ -29,7 +29,7 @@ AGENT = "agent"
 
 @dataclass
 class Content:
-    """What the state of a job holds.
+    """The state of a job.
 
     Attributes:
         env: the environments; None where new ones are made.
@@ -113,7 +113,7 @@ def _get_action(job: RolloutJob) -> DictTensor | None:
 
 
 def _find_agent_state(agent: Any) -> Any:
-    """What is pickled for an agent: (AGENT, state) if it has `get_state` and `set_state`, otherwise the agent."""
+    """Replaces an agent for pickling: (AGENT, state) if it has `get_state` and `set_state`, otherwise itself."""
     own = all(callable(getattr(agent, name, None)) for name in ("get_state", "set_state"))
     return (AGENT, agent.get_state()) if own else agent
 

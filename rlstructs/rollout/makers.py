@@ -137,7 +137,7 @@ def make_one(create_env: Callable[..., VecEnv], make_all: Callable[[], RowEnv], 
 
 
 def _without_check(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, or `gymnasium.make` without the wrapper that checks first calls and slows down all others."""
+    """Returns a factory, without gymnasium's wrapper that checks first calls and slows down all others."""
     if not isinstance(make, partial) or make.func is not gymnasium.make or "disable_env_checker" in make.keywords:
         return make
     return partial(make, disable_env_checker=True)

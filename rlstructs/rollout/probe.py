@@ -157,7 +157,7 @@ class Specs:
 
 
 class JobDescription(NamedTuple):
-    """What a worker replies once its job is built.
+    """A worker's reply once its job is built.
 
     Attributes:
         n_envs: how many environments it has.

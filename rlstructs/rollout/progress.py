@@ -1,4 +1,4 @@
-"""Where a rollout stopped, and how it spent its time."""
+"""The position at which a rollout stopped, and the time that it took."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 @dataclass
 class Clock:
-    """How a worker has spent its time since its start.
+    """The times that a worker has spent since its start.
 
     Attributes:
         steps: number of steps of single environments.
@@ -35,7 +35,7 @@ class Clock:
 
 
 class RolloutReply(NamedTuple):
-    """What a worker replies when its rollout is over.
+    """A worker's reply when its rollout is over.
 
     Attributes:
         running: the environments that still run, counted from the worker's first; None for all of them.
@@ -65,7 +65,7 @@ def begin_counts(n: int) -> np.ndarray:
 
 @dataclass
 class Progress:
-    """Where a rollout stopped and the next one continues.
+    """The position at which a rollout stopped and the next one continues.
 
     Attributes:
         observation: what the agent sees next, a row for each environment that runs.

@@ -47,7 +47,7 @@ class Loan(Mapping[str, torch.Tensor]):
         return len(self.views) + len(self.copies)
 
     def with_views(self, views: Mapping[str, torch.Tensor]) -> Loan:
-        """The same copies with other views."""
+        """Replaces the views of these copies."""
         other = Loan(views, {})
         other.copies = self.copies
         return other

@@ -251,7 +251,7 @@ class Slots:
         return self._recorded.read(rows, n_timesteps, out)
 
     def read_later(self, rows: np.ndarray | None, n_timesteps: int) -> LazyCopies:
-        """Does what `read` does, of rows that have as many steps, but copies each column at its first use."""
+        """Reads rows of equal length lazily: each column is copied at its first use."""
         return LazyCopies(self.specs, lambda name: self._recorded.read_one(name, rows, n_timesteps))
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Loan:

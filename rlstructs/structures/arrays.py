@@ -36,7 +36,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def arrays_of(tensors: _Named, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Those tensors that have one of these names, as arrays; see `as_array`. Others of a lease are not made."""
+    """Picks tensors by name, as arrays; see `as_array`. Others of a lease are not made."""
     return {name: as_array(tensors[name]) for name in names if name in tensors}
 
 

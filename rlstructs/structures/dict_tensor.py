@@ -167,7 +167,7 @@ class DictTensor(TensorMap):
         return DictTensor.trusted({key: torch.cat(column) for key, column in columns.items()})
 
     def prepend_key(self, prefix: str) -> DictTensor:
-        """The same tensors, with `prefix` before each name."""
+        """Adds `prefix` to each name; the tensors are shared."""
         return DictTensor.trusted({prefix + key: tensor for key, tensor in self._tensors.items()})
 
     def truncate_key(self, prefix: str) -> DictTensor:
@@ -207,7 +207,7 @@ class DictTensor(TensorMap):
         return show_fields(self._head(), self)
 
     def _head(self) -> str:
-        """How the repr begins."""
+        """The beginning of the repr."""
         return f"DictTensor(n_elems={self.n_elems()}, device={self.device()}"
 
 

@@ -352,7 +352,7 @@ class TemporalDictTensor(TensorMap):
         return show_fields(self._head(), self)
 
     def _head(self) -> str:
-        """How the repr begins."""
+        """The beginning of the repr."""
         low, high = (self.lengths.min(), self.lengths.max()) if len(self) else (0, 0)
         lengths = "?" if self.lengths.is_meta else f"{int(low)}..{int(high)}"
         sizes = f"n_elems={self.n_elems()}, n_timesteps={self.n_timesteps()}, lengths={lengths}"

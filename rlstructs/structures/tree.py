@@ -219,7 +219,7 @@ class TensorMap(Structure):
             raise error from None
 
     def find(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those tensors that have one of these names, by name. Others of a lease are not made."""
+        """Picks tensors by name. Others of a lease are not made."""
         tensors = self._tensors
         return {key: tensors[key] for key in keys if key in tensors}
 

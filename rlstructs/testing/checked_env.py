@@ -69,7 +69,7 @@ class CheckedEnv:
         return observation
 
     def step(self, action: DictTensor) -> tuple[DictTensor, DictTensor]:
-        """What a step led to, and what the agent sees next."""
+        """The result of a step, and the observation that the agent sees next."""
         where, given = f"{self._name}.step", action.clone()
         result = self._env.step(action)
         if not isinstance(result, tuple) or len(result) != 2:

@@ -404,7 +404,7 @@ class FinalObservations:
 
 
 def _row(observation: DictTensor, row: int) -> DictTensor:
-    """What the agent sees in one row: all keys but those of `NOT_SEEN` and last actions."""
+    """The observation of one row: all keys but those of `NOT_SEEN` and last actions."""
     kept = [key for key in observation if key not in NOT_SEEN and key.partition("/")[0] != "last_action"]
     return observation.get(kept).slice(row, row + 1)
 

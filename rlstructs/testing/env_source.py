@@ -1,4 +1,4 @@
-"""Where `check_env` gets environments from: a factory, a `VecEnv` or a gymnasium environment."""
+"""Sources of environments for `check_env`: a factory, a `VecEnv` or a gymnasium environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_RESET = "the seed that reset gets: super().reset(seed=seed), then self.np_ran
 
 @dataclass(frozen=True)
 class EnvSource:
-    """Where environments come from.
+    """A source of environments.
 
     Attributes:
         name: for messages.

@@ -1,4 +1,4 @@
-"""What goes wrong in a `FaultyEnv`, and where."""
+"""The faults of a `FaultyEnv`, and their places."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rlstructs.testing.checked_agent import CheckedAgent
 
 @dataclass(frozen=True)
 class Moment:
-    """What an agent sees in one step.
+    """An agent's input of one step.
 
     Attributes:
         rows: int64 (B',), the environments that run.
@@ -33,7 +33,7 @@ class Moment:
 
 @dataclass
 class Recording:
-    """What an agent did.
+    """An agent's recorded actions.
 
     Attributes:
         script: what it saw.

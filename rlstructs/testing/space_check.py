@@ -134,7 +134,7 @@ def _bounds(space: gymnasium.Space[Any]) -> tuple[Any, Any]:
 
 
 def _at(wrong: np.ndarray) -> str:
-    """Where the first True is, for a message; "" for a single number."""
+    """The index of the first True, for a message; "" for a single number."""
     if math.prod(wrong.shape) <= 1:
         return ""
     return f" at {[int(index) for index in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]}"

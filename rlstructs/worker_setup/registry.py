@@ -41,7 +41,7 @@ class DeferredEntryPoint:
         return DeferredEntryPoint, (self._data,)
 
     def __deepcopy__(self, memo: Any) -> DeferredEntryPoint:
-        return self  # as functions and classes are not copied: gymnasium copies specs
+        return self  # gymnasium deep-copies specs; functions and classes stay the same, and so does this
 
     @functools.cached_property
     def _value(self) -> Any:

@@ -554,9 +554,9 @@ class Unlike:
     "make, names, error, message",
     [
         (Unlike, None, TypeError, "needs a memory of rlstructs.memories or rlstructs.replay, got Unlike"),
-        (lambda: memory_of(1), None, SpecError, "the memory has 1 lanes, needed are 2, one for each environment"),
+        (lambda: memory_of(1), None, SpecError, "the memory has 1 lanes, expected 2, one for each environment"),
         (lambda: memory_of(size=T - 1), None, SpecError, "a lane of the memory has 5 rows, and a rollout up to 6"),
-        (lambda: CachedReplayBuffer(ReplayBuffer(9), 1, 9), None, SpecError, "has 1 lanes, needed are 2"),
+        (lambda: CachedReplayBuffer(ReplayBuffer(9), 1, 9), None, SpecError, "has 1 lanes, expected 2"),
         (memory_of, {}, SpecError, "names is empty"),
         (memory_of, {"seen": "observation/picture"}, MissingKeyError, r"no \['observation/picture'\]"),
         (lambda: with_tensor("rewards", 3), None, SpecError, r"'rewards' has rows of shape \(\)"),

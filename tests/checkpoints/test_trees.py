@@ -61,7 +61,7 @@ def test_a_scheduler_that_counts_comes_back(tmp_path):
         (defaultdict(int), r"extra\['v'\] is a defaultdict, which a checkpoint cannot hold"),
         (namedtuple("Point", "x")(1), r"extra\['v'\] is a Point, which a checkpoint cannot hold"),
         (type("Counts", (Counter,), {})("a"), r"extra\['v'\] is a Counts, which a checkpoint cannot hold"),
-        ({(1, object): 2}, r"extra\['v'\] has the key \(1, <class 'object'>\); needed is a text"),
+        ({(1, object): 2}, r"extra\['v'\] has the key \(1, <class 'object'>\); expected a text"),
         ({(1,): [object()]}, r"extra\['v'\]\[\(1,\)\]\[0\] is a object"),
         (deque([object()]), r"extra\['v'\]\[0\] is a object"),
     ],

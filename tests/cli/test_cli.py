@@ -504,7 +504,7 @@ ERRORS = {
     ),
     "info crafted": (["info", "crafted.pt"], "crafted.pt: damaged: .*'int' object has no attribute 'get'"),
     "info cut": (["info", "cut.pt"], "cut.pt: not a file of rlstructs, or a damaged one: .*"),
-    "info pipe": (["info", "pipe.pt"], "pipe.pt: is a named pipe, needed is a regular file; info reads .*"),
+    "info pipe": (["info", "pipe.pt"], "pipe.pt: is a named pipe, expected a regular file; info reads .*"),
     "info compressed": (["info", "packed.pt"], "packed.pt: not a file of .*: it is compressed; info reads .*"),
     "info ending": (["info", "x.txt"], r"x.txt: the name must end in one of \.npz, \.pt, \.h5; info reads .*"),
 }

@@ -99,7 +99,7 @@ def test_dtypes_are_those_of_the_space_but_for_float64(space):
 @pytest.mark.parametrize("within", [lambda s: s, lambda s: spaces.Dict(x=spaces.Discrete(2), y=spaces.Tuple([s]))])
 @pytest.mark.parametrize("space", REFUSED.values(), ids=REFUSED.keys())
 def test_other_spaces_are_refused_by_name(space, within):
-    message = rf"^action: space {re.escape(str(space))} is not supported; needed is Box, Discrete, "
+    message = rf"^action: space {re.escape(str(space))} is not supported; expected Box, Discrete, "
     with pytest.raises(SpecError, match=message):
         list_leaves(within(space), "action")
 

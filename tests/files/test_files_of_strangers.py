@@ -77,7 +77,7 @@ def test_what_is_no_regular_file_is_not_opened(name, place, tmp_path):
     if place == "a folder" and name in OF_FOLDERS:  # rollouts are kept in folders, too; this one is empty
         refused(LOADERS[name], path, "a folder without part_000000.npz")
         return
-    refused(LOADERS[name], path, "is a (named pipe|folder|device), needed is a regular file")
+    refused(LOADERS[name], path, "is a (named pipe|folder|device), expected a regular file")
 
 
 def test_a_socket_is_not_opened(tmp_path):

@@ -96,6 +96,6 @@ def test_no_name_is_a_log_that_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_an_unknown_log_is_refused():
-    words = r"^open_log: needed is tensorboard\[:FOLDER\], wandb\[:PROJECT\] or trackio\[:PROJECT\], got 'mlflow:a'$"
+    words = r"^open_log: expected tensorboard\[:FOLDER\], wandb\[:PROJECT\] or trackio\[:PROJECT\], got 'mlflow:a'$"
     with pytest.raises(SpecError, match=words):
         open_log("mlflow:a")

@@ -640,8 +640,8 @@ def test_an_unknown_tensor_is_a_key_error(kind, method):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.zeros((8, 1), np.float32), r"'t' has shape \(8, 1\), needed is \(4, 2, 1\)"),
-        (np.zeros((4, 2, 3), np.float32), r"'t' has shape \(4, 2, 3\), needed is \(4, 2, 1\)"),
+        (np.zeros((8, 1), np.float32), r"'t' has shape \(8, 1\), expected \(4, 2, 1\)"),
+        (np.zeros((4, 2, 3), np.float32), r"'t' has shape \(4, 2, 3\), expected \(4, 2, 1\)"),
         (np.full((4, 2, 1), 1j), "'t' is complex.*would lose its values as float32"),
     ],
 )
@@ -801,17 +801,17 @@ def test_several_rows_keep_what_a_program_wrote_there(kind):
     [
         ({}, "^add_samples: needs at least one tensor, got none$"),
         ({"x": None, "r": None}, "^add_samples: every tensor is None$"),
-        ({"x": np.zeros((3, 4))}, r"^add_samples: 'x' has shape \(3, 4\), needed is \(3, 2\)$"),
-        ({"x": np.zeros((3, 1))}, r"^add_samples: 'x' has shape \(3, 1\), needed is \(3, 2\)$"),  # S14
-        ({"x": np.zeros((3, 2)), "r": np.zeros((2, 1))}, r"^add_samples: 'r' has shape \(2, 1\), needed is \(3, 1\)$"),
-        ({"x": np.zeros((3, 2)), "r": np.zeros((3, 3))}, r"^add_samples: 'r' has shape \(3, 3\), needed is \(3, 1\)$"),
-        ({"x": np.zeros((3, 2)), "k": np.zeros((3, 4))}, r"^add_samples: 'k' has shape \(3, 4\), needed .*2, 2\)$"),
+        ({"x": np.zeros((3, 4))}, r"^add_samples: 'x' has shape \(3, 4\), expected \(3, 2\)$"),
+        ({"x": np.zeros((3, 1))}, r"^add_samples: 'x' has shape \(3, 1\), expected \(3, 2\)$"),  # S14
+        ({"x": np.zeros((3, 2)), "r": np.zeros((2, 1))}, r"^add_samples: 'r' has shape \(2, 1\), expected \(3, 1\)$"),
+        ({"x": np.zeros((3, 2)), "r": np.zeros((3, 3))}, r"^add_samples: 'r' has shape \(3, 3\), expected \(3, 1\)$"),
+        ({"x": np.zeros((3, 2)), "k": np.zeros((3, 4))}, r"^add_samples: 'k' has shape \(3, 4\), expected .*2, 2\)$"),
         ({"x": np.zeros((3, 2), complex)}, "^'x' is complex128, which would lose its values as float32"),
         ({"x": np.full((3, 2), "a")}, "'x'"),
         ({"x": np.zeros((4, 2))}, "^add_samples: 4 rows are more than the 3 environments$"),
         ({"x": np.zeros((2, 2))}, "^add_samples: 2 rows do not fit, 1 environments are left in this row$"),
-        ({"x": np.zeros((2, 3, 2))}, r"^add_samples: 'x' has shape \(2, 3, 2\), needed is \(n, \*data\) or"),
-        ({"x": np.zeros(())}, r"^add_samples: 'x' has shape \(\), needed is \(n, \*data\) or \(\*data\)$"),
+        ({"x": np.zeros((2, 3, 2))}, r"^add_samples: 'x' has shape \(2, 3, 2\), expected \(n, \*data\) or"),
+        ({"x": np.zeros(())}, r"^add_samples: 'x' has shape \(\), expected \(n, \*data\) or \(\*data\)$"),
     ],
 )
 def test_rows_that_do_not_fit_change_nothing(kind, tensors, message):  # S18

@@ -275,7 +275,7 @@ def test_files_of_other_memories_of_skrl_are_refused(kind, form, case, tmp_path)
         ("a.0\r\n" + "1.0\r\n" * 9, "it has more than the 8 rows that there is room for"),
         ("a.0\r\n[1.0, 2.0]\r\n", "line that is not of 1 numbers"),  # what skrl makes of tensors of several axes
         ("a.0\r\n1.0\r\ntext\r\n", "could not convert string to float: .*text"),
-        ("a.0\r\nTrue\r\n2\r\n", "'a' holds '2', needed is True or False"),
+        ("a.0\r\nTrue\r\n2\r\n", "'a' holds '2', expected True or False"),
         ("a.0,b.1\r\n1.0,1.0\r\n", "its first line does not name columns of tensors: 'b.1'"),
         ("a.0,b.0,a.1\r\n1.0,1.0,1.0\r\n", "its first line does not name columns of tensors: 'a.1'"),
         ("a\r\n1.0\r\n", "its first line does not name columns of tensors"),

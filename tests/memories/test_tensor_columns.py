@@ -86,7 +86,7 @@ def test_tensors_of_another_dtype_are_converted_or_refused(device):
     assert columns.host("n", columns.flat["n"]).tolist() == [1, 2, 65535]
     with pytest.raises(SpecError, match="^'n' holds int64 values that do not fit uint16$"):
         columns.check("n", torch.tensor([[1, 2, -1]], device=device), (1, 3))
-    with pytest.raises(SpecError, match=r"^'n' has shape \(3,\), needed is \(1, 3\)$"):
+    with pytest.raises(SpecError, match=r"^'n' has shape \(3,\), expected \(1, 3\)$"):
         columns.check("n", torch.tensor([1, 2, 3]), (1, 3))
     assert columns.own(torch.zeros(3, dtype=torch.uint16), spec) is not None or device.type == "cuda"
     assert columns.own(torch.zeros(3), spec) is None and columns.own(np.zeros(3, np.uint16), spec) is None

@@ -1220,7 +1220,7 @@ def test_lanes_that_there_are_not_are_refused():
             buffer.append({"x": x, "lane": lanes})
     assert len(buffer) == 0
     buffer.append({"x": [1, 2], "lane": [0, 1]})
-    with pytest.raises(SpecError, match=r"^append: 'x' has shape \(\), needed is \(2,\)$"):
+    with pytest.raises(SpecError, match=r"^append: 'x' has shape \(\), expected \(2,\)$"):
         buffer.append({"x": 1, "lane": [0, 1]})
     assert len(buffer) == 2
 

@@ -239,7 +239,7 @@ def test_state_dicts_are_copies():
 
 OTHERS = {
     "another size": (lambda: made(max_size=41), "it has room for 40 rows|holds 1 lanes of"),
-    "another sampler": (lambda: made("slices"), "needed are .40, 'SliceSampler'"),
+    "another sampler": (lambda: made("slices"), "expected .40, 'SliceSampler'"),
     "other columns": (lambda: made(), "has columns"),
     "another class": (
         lambda: DictTensorPrioritizedReplayBuffer(alpha=0.5, beta=0.5, storage=ListStorage(40), batch_size=6),

@@ -82,9 +82,9 @@ def test_a_batch_with_an_axis_for_rows_needs_the_buffer_id_0():  # A3.3, A22 tes
     for wrong in ([5], [0, 3], [], 0, [[0]], [0.0], ["0"]):  # A21.13: [5] and [0, 3] too
         with pytest.raises(SpecError, match=r"^buffer_ids must be None or \[0\]"):
             buffer.add(rows([9]), buffer_ids=wrong)
-    with pytest.raises(SpecError, match=r"^'obs' has 2 rows, needed is one for each of 1 lanes$"):
+    with pytest.raises(SpecError, match=r"^'obs' has 2 rows, expected one for each of 1 lanes$"):
         buffer.add(rows([9, 9]), buffer_ids=[0])
-    with pytest.raises(SpecError, match=r"^'obs' has shape \(\), needed is a first axis of rows$"):
+    with pytest.raises(SpecError, match=r"^'obs' has shape \(\), expected a first axis of rows$"):
         buffer.add(row(9), buffer_ids=[0])
     assert len(buffer) == 2
 
@@ -385,17 +385,17 @@ BAD = {
     "lossy": ({**row(1), "obs": 1.7}, SpecError, "^'obs' is float64, which would lose its values as int64"),
     "too large": ({**row(1), "small": 300}, SpecError, "^'small' holds int64 values that do not fit uint8"),
     "negative": ({**row(1), "small": -1}, SpecError, "^'small' holds int64 values that do not fit uint8"),
-    "shape": ({**row(1), "obs": [1, 2]}, SpecError, r"^'obs' has shape \(1, 1, 2\), needed is \(1, 1\)$"),
+    "shape": ({**row(1), "obs": [1, 2]}, SpecError, r"^'obs' has shape \(1, 1, 2\), expected \(1, 1\)$"),
     "long": ({**row(1), "new": np.ones(2, np.longdouble)}, SpecError, "^'new' holds float128, which only numpy has"),
     "text": ({**row(1), "act": "left"}, SpecError, "^'act' holds <U4; a buffer keeps numbers only$"),
     "object": ({**row(1), "policy": {"x": object()}}, SpecError, "^'policy/x' holds object; a buffer keeps numbers"),
     "new and bad": ({**row(1), "new": 1, "newer": "text"}, SpecError, "^'newer' holds <U4"),
     "ragged": ({**row(1), "new": [[1, 2], [3]]}, SpecError, "^'new' must be an array"),
     "reward": ({**row(1), "rew": "much"}, SpecError, "^'rew' must hold numbers, got <U4$"),
-    "vector reward": ({**row(1), "rew": [1.0, 2.0]}, SpecError, r"^'rew' has shape \(1, 1, 2\), needed is \(1, 1\)$"),
+    "vector reward": ({**row(1), "rew": [1.0, 2.0]}, SpecError, r"^'rew' has shape \(1, 1, 2\), expected \(1, 1\)$"),
     "flag": ({**row(1), "terminated": 2}, SpecError, "^'terminated' must hold bools, or 0 and 1, got int64"),
     "flag nan": ({**row(1), "truncated": nan}, SpecError, "^'truncated' must hold bools, or 0 and 1, got float64"),
-    "flags": ({**row(1), "terminated": [0, 0]}, SpecError, r"^'terminated' has shape \(2,\), needed is one bool"),
+    "flags": ({**row(1), "terminated": [0, 0]}, SpecError, r"^'terminated' has shape \(2,\), expected one bool"),
     "leaf and parent": ({**row(1), "obs/x": 1}, SpecError, "^'obs' cannot be an array and have 'obs/x' in it$"),
     "twice": ({**row(1), "a/b": 1, "a": {"b": 2}}, SpecError, "^add: key 'a/b' is given twice$"),
     "no mapping": ([1, 2], TypeError, "^add: needs a mapping of names to arrays, got list$"),

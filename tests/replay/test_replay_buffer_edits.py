@@ -137,9 +137,9 @@ def test_columns_of_rows_that_are_there_are_replaced_and_the_others_kept():  # A
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        ({"act": np.zeros(4)}, SpecError, "^set_batch: 'act' has 4 rows, needed are 5$"),
+        ({"act": np.zeros(4)}, SpecError, "^set_batch: 'act' has 4 rows, expected 5$"),
         ({"returns": np.zeros(5)}, SpecError, r"^set_batch: unknown key\(s\) \['returns'\], a transition has"),
-        ({"act": np.zeros(5, int), "obs": np.zeros((5, 2), int)}, SpecError, r"^'obs' has shape \(5, 2\), needed is"),
+        ({"act": np.zeros(5, int), "obs": np.zeros((5, 2), int)}, SpecError, r"^'obs' has shape \(5, 2\), expected"),
         ({"act": np.zeros(5, int), "obs": np.full(5, 0.5)}, SpecError, "^'obs' is float64, which would lose"),
         ({"act": np.zeros(5, int), "policy": ["a"] * 5}, SpecError, "^'policy' holds <U1; a buffer keeps numbers"),
         ({"act/x": np.zeros(5, int)}, SpecError, "^'act' cannot be an array and have 'act/x' in it$"),
@@ -268,10 +268,10 @@ def test_columns_that_cannot_be_replaced_change_nothing():
 
     wrong = [
         (whole(obs=None), "^_meta: 'obs' is a column, which cannot be taken away$"),
-        (whole(act=np.zeros(2)), "^_meta: 'act' has 2 rows, needed are 6$"),
-        (whole(x=np.zeros(2)), "^_meta: 'x' has 2 rows, needed are 6$"),
+        (whole(act=np.zeros(2)), "^_meta: 'act' has 2 rows, expected 6$"),
+        (whole(x=np.zeros(2)), "^_meta: 'x' has 2 rows, expected 6$"),
         (whole(act=np.full(6, 0.5)), "^'act' is float64, which would lose its values as int64"),
-        (whole(rew=np.zeros(6)), r"^'rew' has shape \(6,\), needed is \(6, 2\)$"),
+        (whole(rew=np.zeros(6)), r"^'rew' has shape \(6,\), expected \(6, 2\)$"),
         (whole(x=np.array(["a"] * 6)), "^'x' holds <U1; a buffer keeps numbers only$"),
     ]
     for given, message in wrong:
@@ -281,12 +281,12 @@ def test_columns_that_cannot_be_replaced_change_nothing():
         ("rew", np.zeros(2), "^'rew': 2 rows came for 6$"),
         ("rew", np.array(["a"] * 6), "^'rew' must hold numbers"),
         ("obs", {}, "^_meta: 'obs' is a column, which cannot be taken away$"),
-        ("act", np.zeros((6, 2)), r"^'act' has shape \(6, 2\), needed is \(6,\)$"),
+        ("act", np.zeros((6, 2)), r"^'act' has shape \(6, 2\), expected \(6,\)$"),
     ]
     for name, value, message in columns_alone:
         with pytest.raises(SpecError, match=message):
             buffer._meta[name] = value
-    with pytest.raises(SpecError, match=r"^'rew' has shape \(5, 2\), needed is \(5,\)$"):  # of one agent each
+    with pytest.raises(SpecError, match=r"^'rew' has shape \(5, 2\), expected \(5,\)$"):  # of one agent each
         fill(ReplayBuffer(5), 2)._meta.rew = np.zeros((5, 2))
     with pytest.raises(MissingKeyError, match="are missing"):
         ReplayBuffer(5)._meta = {"x": np.zeros(5)}
@@ -326,7 +326,7 @@ def test_a_changed_next_observation_is_read_as_it_is_and_so_is_the_one_before_a_
         (([1], "x", [0], 0.5), SpecError, "^'x' is float64, which would lose its values as int64"),
         (([1], "x", [0], [1, 2]), SpecError, r"^default_value must be a number, got \[1, 2\]$"),
         (([0.5], "act", [0]), SpecError, "^'act' is float64, which would lose its values as int64"),
-        (([[1, 2]], "act", [0]), SpecError, r"^'act' has shape \(1, 2\), needed is \(1,\)$"),
+        (([[1, 2]], "act", [0]), SpecError, r"^'act' has shape \(1, 2\), expected \(1,\)$"),
         (([1], "info", [0]), SpecError, "^'info' is nested; name one of its arrays$"),
         (([1], "act/x", [0], 0), SpecError, "^'act' cannot be an array and have 'act/x' in it$"),
         (([True], "done", [0]), SpecError, "^'done' is not stored: set terminated or truncated$"),
@@ -462,13 +462,13 @@ def test_an_end_of_given_data_that_is_not_terminated_was_truncated():  # as data
     [
         ({"act": np.zeros(5)}, "^'act' has 5 rows, 'terminated' has 6$"),
         ({"done": [0, 0, 1, 0, 2, 0]}, "^'done' must hold bools, or 0 and 1, got int64"),
-        ({"done": [0, 0, 1]}, r"^'done' has shape \(3,\), needed is \(6,\)$"),
-        ({"obs": 3}, r"^'obs' has shape \(\), needed is a first axis of rows$"),
+        ({"done": [0, 0, 1]}, r"^'done' has shape \(3,\), expected \(6,\)$"),
+        ({"obs": 3}, r"^'obs' has shape \(\), expected a first axis of rows$"),
         ({"obs_next": np.zeros(2)}, "^'obs_next' has 2 rows, 'terminated' has 6$"),
         ({"obs": None}, r"^key\(s\) \['obs'\] are missing"),
         ({"terminated": None}, r"^key\(s\) \['terminated'\] are missing"),
         ({"terminated": {"x": [0] * 6}}, "^'terminated' must be an array, got one that is nested$"),
-        ({"terminated": 0}, r"^'terminated' has shape \(\), needed is a first axis of rows$"),
+        ({"terminated": 0}, r"^'terminated' has shape \(\), expected a first axis of rows$"),
     ],
 )
 def test_given_data_that_does_not_fit_is_an_error(changes, message):

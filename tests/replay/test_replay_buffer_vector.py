@@ -167,9 +167,9 @@ def test_the_rings_of_a_cached_buffer_are_the_main_one_and_the_caches():  # A18
         ([-1, 0], IndexError, r"^buffer_ids: -1 is not in \[0, 3\)$"),
         ([0.0, 1.0], SpecError, r"^buffer_ids must be a list of ints, got"),
         (1, SpecError, r"^buffer_ids must be a list of ints, got 1$"),
-        ([0], SpecError, r"^'obs' has 2 rows, needed is one for each of 1 lanes$"),
-        (None, SpecError, r"^'obs' has 2 rows, needed is one for each of 3 lanes$"),
-        ([], SpecError, r"^'obs' has 2 rows, needed is one for each of 0 lanes$"),
+        ([0], SpecError, r"^'obs' has 2 rows, expected one for each of 1 lanes$"),
+        (None, SpecError, r"^'obs' has 2 rows, expected one for each of 3 lanes$"),
+        ([], SpecError, r"^'obs' has 2 rows, expected one for each of 0 lanes$"),
     ],
 )
 def test_wrong_environments_change_nothing(ids, error, message):  # A15
@@ -179,7 +179,7 @@ def test_wrong_environments_change_nothing(ids, error, message):  # A15
     with pytest.raises(error, match=message):
         buffer.add(rows([1, 2]), ids)
     ragged = {**rows([1, 2]), "act": [1, 2, 3]}
-    with pytest.raises(SpecError, match="^'act' has 3 rows, needed is one for each of 2 lanes$"):
+    with pytest.raises(SpecError, match="^'act' has 3 rows, expected one for each of 2 lanes$"):
         buffer.add(ragged, [0, 1])
     assert state_of(buffer) == before
 
@@ -219,7 +219,7 @@ def test_mappings_of_each_environment_are_taken(form):  # A22 test_multibuf_stac
     obs[1]["x"] = np.zeros(4)
     with pytest.raises(SpecError, match=r"^add: 'x' has not the same shape in all rows, but \[\(3,\), \(4,\)\]$"):
         buffer.add({**rows([1, 2]), "obs": form(obs)})
-    with pytest.raises(SpecError, match="^'info/lives' has 3 rows, needed is one for each of 2"):
+    with pytest.raises(SpecError, match="^'info/lives' has 3 rows, expected one for each of 2"):
         buffer.add({**rows([1, 2]), "obs": form(obs[:1] * 2), "info": form([ended] * 3)})
     assert state_of(buffer) == before
 
@@ -236,7 +236,7 @@ def test_naming_every_environment_is_naming_none(n):
         assert added(ids) == expected
     one = VectorReplayBuffer(4, 1)
     one.add(rows([0], obs=[[1, 2]]))
-    with pytest.raises(SpecError, match=r"^'act' has shape \(\), needed is a first axis of rows$"):
+    with pytest.raises(SpecError, match=r"^'act' has shape \(\), expected a first axis of rows$"):
         one.add(row(0, obs=np.array([1, 2])))
     jax = pytest.importorskip("jax")
     assert added(jax.numpy.arange(n)) == expected  # which compares itself with no list

@@ -217,6 +217,6 @@ def copy_if_taken(env: Any, taken: set[int]) -> Any:
 def check_spaces(env: Any) -> None:
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(env, name, None), gymnasium.Space):
-            wanted = f"needed is an environment whose {name} is a gymnasium.Space"
+            wanted = f"expected an environment whose {name} is a gymnasium.Space"
             agents = PETTINGZOO_HINT if hasattr(env, "possible_agents") or hasattr(env, "max_num_agents") else ""
             raise SpecError(f"env_fns: {wanted}, got {type(env).__name__} where it is {space!r}{agents}")

@@ -1,4 +1,4 @@
-"""What environments and the trainer exchange at every step, as arrays over one block of bytes.
+"""The columns that environments and trainer exchange at every step, over one block of bytes.
 
     observations    (N, ...)   an array for each leaf of the space, unless it is a text, graph or the like
     rewards         (N,)       float64
@@ -125,7 +125,7 @@ class Objects:
             raise SpecError(f"observation {names} cannot be read: {error!r}") from error
 
     def pick_all(self, observations: Sequence[Any]) -> list[list[Any]]:
-        """Does what `pick` does for each of some observations."""
+        """Picks from each of some observations."""
         try:
             leaves = self._leaves
             columns = [[leaf.pick(each) for each in observations] if leaf.path else observations for leaf in leaves]

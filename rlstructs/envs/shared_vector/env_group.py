@@ -321,7 +321,7 @@ class EnvGroup:
             return kept, failure
 
     def _begin_episode(self, k: int, **arguments: Any) -> tuple[Any, Any]:
-        """Does what `_reset_env` does, with an environment that is made anew if it fails, which the info then says."""
+        """Resets an environment, which is made anew if it fails; the info then says so."""
         failure: dict[str, str] = {}
         while True:
             try:

@@ -91,62 +91,50 @@ class LocalHost:
         self._error: Exception | None = None
 
     def describe(self) -> Description:
-        """See `Host.describe`."""
         return self._group.describe()
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
-        """See `Host.attach`."""
         columns = self._group.attach(described, n_envs, mode)
         self._actions = columns.actions
         return columns
 
     def call(self, method: str, arguments: Arguments) -> Request:
-        """See `Host.call`."""
         values = arguments(slice(None))
         return lambda: self._run(getattr(self._group, method), *values)
 
     def step(self, actions: Any) -> Request:
-        """See `Host.step`."""
         rows = self._actions.copy(actions, self._n_envs)  # an environment may change or keep them, as in a worker
         return lambda: self._run(self._group.step, rows)
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        """See `Host.step_some`."""
         rows = list(zip(envs.tolist(), self._actions.copy(actions, len(envs)), strict=True))
         return lambda: self._run_some(rows)
 
     def step_group(self, group: int, actions: Any) -> Request:
-        """See `Host.step_group`."""
         return self.step_some(np.array(self._groups[group]), actions)
 
     def wait_for_all(self, timeout: float | None) -> list[Any]:
-        """See `Host.wait_for_all`."""
         self._raise_error()
         return self._results
 
     def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
-        """See `Host.wait_for_values`."""
         error, self._error = self._error, None
         return self._results if error is None else error
 
     def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """See `Host.wait_for_some`."""
         self._raise_error()
         found = take_arrived(self._arrived, n, among)
         assert found is not None
         return found
 
     def forget_some(self, envs: Iterable[int]) -> None:
-        """See `Host.forget_some`."""
         for env in envs:
             del self._arrived[env]
 
     def close(self, timeout: float | None) -> None:
-        """See `Host.close`."""
         self._group.close()
 
     def kill(self) -> None:
-        """See `Host.kill`."""
         with contextlib.suppress(Exception):
             self._group.close()
 

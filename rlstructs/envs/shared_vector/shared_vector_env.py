@@ -167,7 +167,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     @property
     def env_restarts(self) -> np.ndarray:
-        """How often each environment was made anew, int64 (N,)."""
+        """The number of restarts of each environment, int64 (N,)."""
         return self._columns.restarts.copy()
 
     def hold_failed(self, policy: RestartPolicy | None) -> bool:
@@ -390,7 +390,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self._is_closing = False
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Does what `close` does."""
+        """Closes everything."""
         self.close(timeout=timeout, terminate=terminate)
 
     def __enter__(self) -> SharedVectorEnv:

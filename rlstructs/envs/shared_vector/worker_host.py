@@ -34,7 +34,7 @@ MANY = 64
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How the workers of a `SharedVectorEnv` are started.
+    """The start settings of the workers of a `SharedVectorEnv`.
 
     Attributes:
         start_method, timeout, init_worker: those of `WorkerPool`.
@@ -114,7 +114,6 @@ class WorkerHost:
         return self._pool.pids
 
     def describe(self) -> Description:
-        """See `Host.describe`."""
         [described] = self._pool.gather(self._pool.ask("describe", only=[0]))
         assert isinstance(described, Description)
         return described
@@ -133,11 +132,9 @@ class WorkerHost:
         return columns
 
     def call(self, method: str, arguments: Arguments) -> Request:
-        """See `Host.call`."""
         return self._make_request(method, CALL, lambda rows: pickling.dumps((method, arguments(rows))))
 
     def step(self, actions: Any) -> Request:
-        """See `Host.step`."""
         self._pool.check_owner()  # first, so that a forked process overwrites no actions of its parent
         if types := self._actions.write(actions):
             if types not in self._steps:
@@ -148,7 +145,6 @@ class WorkerHost:
         return self._make_request("step", EVERY, lambda rows: pickling.dumps(each[rows]))
 
     def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        """See `Host.step_some`."""
         self._pool.check_owner()
         each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
         if not each[0]:
@@ -160,7 +156,6 @@ class WorkerHost:
         return partial(self._post_some, requests)
 
     def step_group(self, group: int, actions: Any) -> Request:
-        """See `Host.step_group`."""
         self._pool.check_owner()
         shares = [mine[group] for mine in self._shares]
         start, stop = shares[0].start, shares[-1].stop
@@ -177,7 +172,6 @@ class WorkerHost:
         return partial(self._post_some, requests)
 
     def wait_for_all(self, timeout: float | None) -> list[Any]:
-        """See `Host.wait_for_all`."""
         try:
             replies = self._pool.gather(self._futures, timeout)
         except (WorkerCrashed, WorkerTimeout) as error:
@@ -188,7 +182,6 @@ class WorkerHost:
         return [unpack(replies[index]) for index in self._order]
 
     def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
-        """See `Host.wait_for_values`."""
         missing = self._futures
         while missing:
             self._pool.settle(missing, timeout=timeout, fails_fast=True)
@@ -206,7 +199,6 @@ class WorkerHost:
             return error
 
     def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """See `Host.wait_for_some`."""
         deadline = deadline_in(timeout)
         try:
             self._take_outcomes()
@@ -218,19 +210,16 @@ class WorkerHost:
         return found
 
     def forget_some(self, envs: Iterable[int]) -> None:
-        """See `Host.forget_some`."""
         for env in envs:
             del self._arrived[env]
 
     def close(self, timeout: float | None) -> None:
-        """See `Host.close`."""
         try:
             self._pool.close(timeout)
         finally:
             self._arena.close()
 
     def kill(self) -> None:
-        """See `Host.kill`."""
         self._pool.kill()
         self._arena.close()
 

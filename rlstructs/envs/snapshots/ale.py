@@ -83,7 +83,7 @@ def _play(ale: Any, chance: float) -> list[bytes]:
 
 
 def _count_frames(chance: float) -> int:
-    """In so many frames one repeats nothing."""
+    """Returns a number of frames among which, almost surely, one does not repeat the last action."""
     return math.ceil(math.log(RISK) / math.log(chance))
 
 

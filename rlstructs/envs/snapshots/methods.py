@@ -1,4 +1,4 @@
-"""How a single environment is brought back, and the environments that this takes.
+"""Methods to restore a single environment, and the new environments that they need.
 
 get_state       its own `get_state()` and `set_state(state)`, below its wrappers
 pickle          pickled, simulators by their adapters
@@ -54,7 +54,7 @@ def find_inner(env: Any) -> Any:
 
 
 def make_tokens(singles: Sequence[SingleEnv], methods: Sequence[str]) -> dict[int, Any]:
-    """What stands in a pickle for environments that are not pickled, by the `id` of the object; see `NewEnvs.resolve`.
+    """Makes the tokens that replace unpicklable environments, by the `id` of the object; see `NewEnvs.resolve`.
 
     Raises:
         CopyError: `get_state` raised, or an episode is too long to be played again.
@@ -132,7 +132,7 @@ class NewEnvs:
                     env.reset()
 
     def close_unused(self) -> None:
-        """Closes the environments that nothing stands for."""
+        """Closes the environments that no token has used."""
         if self._made is None:
             return
         if not self._brought:
@@ -156,7 +156,7 @@ MISSING = object()
 
 
 def find_difference(own: Any, copy: Any) -> str | None:
-    """Where a copy differs from its original in a number, text, array or random stream; None if nowhere.
+    """Names the first difference of a copy in a number, text, array or random stream; None if there is none.
 
     Functions, classes, objects that adapters save, and what neither has attributes nor entries, are not compared.
     """

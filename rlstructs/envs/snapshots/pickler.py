@@ -34,7 +34,7 @@ class Pickled(NamedTuple):
     storages: list[np.ndarray]
 
     def as_tensors(self) -> dict[str, Any]:
-        """The same as a dict of tensors, which `torch.load(weights_only=True)` reads."""
+        """Converts to a dict of tensors, which `torch.load(weights_only=True)` reads."""
         return {
             "pickled": torch.from_numpy(self.data),
             "storages": [torch.from_numpy(storage) for storage in self.storages],

@@ -24,7 +24,7 @@ N_STEPS = 8
 
 
 class Trial(NamedTuple):
-    """What a verification needs.
+    """The inputs of a verification.
 
     Attributes:
         make_env: makes new environments like the first ones of a worker.

@@ -117,7 +117,7 @@ def _with_dtype(space: gymnasium.Space[Any], dtype: np.dtype[Any]) -> gymnasium.
 
 
 def _rebuild(space: gymnasium.Space[Any], leaves: Iterator[gymnasium.Space[Any]]) -> gymnasium.Space[Any]:
-    """The same Dict or Tuple of other leaves, given in order."""
+    """Rebuilds a Dict or Tuple with other leaves, given in order."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _rebuild(inner, leaves) for key, inner in space.spaces.items()})
     if isinstance(space, spaces.Tuple):

@@ -51,7 +51,7 @@ class Episode:
 
     @property
     def n_held(self) -> int:
-        """How many steps are not written."""
+        """The number of steps that are not written."""
         return sum(len(piece["rewards"]) for piece in self.pieces)
 
     @property

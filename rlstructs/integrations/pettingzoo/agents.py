@@ -18,7 +18,7 @@ from rlstructs.errors import SpecError
 
 
 class Shown(NamedTuple):
-    """What a step or a reset showed to an agent.
+    """The result of a step or a reset for one agent.
 
     Attributes:
         observation: a copy.

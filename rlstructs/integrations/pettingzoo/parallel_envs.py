@@ -148,22 +148,18 @@ class ParallelEnvs(RowDefaults):
 
     @property
     def may_idle(self) -> bool:
-        """See `RowEnv.may_idle`."""
         running = [] if self._running is None else self._running.tolist()
         return not all(all(self._groups[k].acts) for k in running)
 
     @property
     def absent_rows(self) -> np.ndarray:
-        """See `RowEnv.absent_rows`."""
         return self._absent
 
     @property
     def defers_resets(self) -> bool:
-        """See `RowEnv.defers_resets`."""
         return self._reset_at == ROLLOUT
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """See `RowEnv.single_envs`."""
         return [SingleEnv(group.env) for group in self._groups]
 
     def example(self) -> Rows:
@@ -171,7 +167,7 @@ class ParallelEnvs(RowDefaults):
         return self._fresh.example()
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
-        """Does what `reset` does, and returns the observation as rows that nobody else uses."""
+        """Resets, and returns the observation as rows that nobody else uses."""
         self._options = self._read_options(env_info)
         everyone = np.arange(len(self._groups))
         first = self._reset(everyone, self._seeds)
@@ -189,7 +185,7 @@ class ParallelEnvs(RowDefaults):
         return self._slots_of(ended), first
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Does what `step` does, and returns rows of its own that stay valid until the next step."""
+        """Steps, and returns rows of its own that stay valid until the next step."""
         running, n = check_running(self._running), len(self.agents)
         actions, columns = self._actions.read(action, running.size * n)
         shown: list[Shown | None] = []

@@ -318,7 +318,7 @@ Observations = torch.Tensor | dict[str, torch.Tensor]
 
 @set_module("rlstructs.integrations.sb3")
 class PrioritizedReplayBufferSamples(NamedTuple):
-    """What `sample` of a prioritised buffer returns: the fields of `ReplayBufferSamples`, `weights` and `indices`."""
+    """A sample of a prioritised buffer: the fields of `ReplayBufferSamples`, `weights` and `indices`."""
 
     observations: Observations
     actions: torch.Tensor

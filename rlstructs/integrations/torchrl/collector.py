@@ -109,7 +109,7 @@ class TensorDictCollector:
             columns[name] = columns[name] | cuts
 
     def _find_starts(self, trajectories: Trajectories, mask: torch.Tensor) -> tuple[np.ndarray, list[int]]:
-        """Where episodes start, bool (B, T), and the environment of each row."""
+        """Marks the starts of episodes, bool (B, T), and numbers the environment of each row."""
         envs = trajectories.info["env_index"].tolist()
         starts = (trajectories.trajectories["observation/initial_state"] & mask).cpu().numpy()
         # This collector may begin, or go on after others, in the middle of an episode.

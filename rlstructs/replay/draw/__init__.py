@@ -1,1 +1,1 @@
-"""What is drawn from a store."""
+"""Draws from a store."""

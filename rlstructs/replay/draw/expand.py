@@ -56,7 +56,7 @@ def chunk_to(span: Span, episodes: Episodes | None, anchors: np.ndarray, length:
 
 
 def padded_to(span: Span, episodes: Episodes, anchors: np.ndarray, length: int) -> Window:
-    """The same, with a mask that excludes the rows before the anchor's episode."""
+    """Expands anchors, with a mask that excludes the rows before the anchor's episode."""
     window = chunk_to(span, episodes, anchors, length)
     mask = np.arange(length - 1, -1, -1) <= episodes.times(anchors)[:, None]
     return Window(window.rows, mask, window.is_first & mask)

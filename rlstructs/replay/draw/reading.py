@@ -26,7 +26,7 @@ ANCHOR, LAST, NEXT, SUM = "anchor", "last", "next", "sum"
 
 
 class Source(NamedTuple):
-    """How a key of a sample is read.
+    """The way to read a key of a sample.
 
     Attributes:
         columns: one, or several, whose flags are joined by "or".
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read.
+    """The settings for reading rows.
 
     Attributes:
         n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest row; what
@@ -123,7 +123,7 @@ class _Key(NamedTuple):
 
 
 class Sources(dict[str, Source]):
-    """How the keys of a sample are read, by key; they are not changed, so that what follows from them is found once."""
+    """The way to read each key of a sample; immutable, so that what follows from it is found once."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         super().__init__(sources)
@@ -150,7 +150,7 @@ class Sources(dict[str, Source]):
 def _find_sources(
     stack_num: int, stack_keys: tuple[str, ...] | None, names: tuple[str, ...], stored: tuple[str, ...]
 ) -> Sources:
-    """How columns are read by the usual meaning of their names, where these columns are stored."""
+    """The way to read columns by the usual meaning of their names, where these columns are stored."""
     reading, found = Reading(stack_num=stack_num, stack_keys=stack_keys), {}
     for name in names:
         place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR

@@ -29,7 +29,7 @@ Node = wp.types.vector(length=FAN_OUT, dtype=wp.float64)
 
 @wp.struct
 class Arrays:
-    """What a kernel works on, in one parameter: a launch passes each of them on by itself."""
+    """The arguments of a kernel as one parameter, since a launch passes each parameter by itself."""
 
     sums: wp.array(dtype=wp.float64)
     nodes: wp.array(dtype=Node)
@@ -207,7 +207,7 @@ class SumTree:
         return self.draw_with_values(n, rng)[0]
 
     def draw_with_values(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Does what `draw` does; also returns the values of the leaves, float64 (n,)."""
+        """Draws; also returns the values of the leaves, float64 (n,)."""
         if n > self._room:
             self._make_room(n)
         rng.random(out=self._values[:n])

@@ -1,1 +1,1 @@
-"""What comes into a store."""
+"""Conversion of rows that come into a store."""

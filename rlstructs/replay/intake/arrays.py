@@ -45,7 +45,7 @@ def host_arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def ready_arrays(values: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
-    """Those values that need no conversion for their columns, as arrays: of numpy or torch, and of the same dtype."""
+    """Keeps the values that need no conversion for their columns, as arrays: of numpy or torch, of the same dtype."""
     found = {}
     for name, value in values.items():
         spec = specs.get(name)
@@ -81,7 +81,7 @@ def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None
 
 
 def any_marks(ended: list[np.ndarray]) -> np.ndarray:
-    """Where one of these marks, (n, ...), is not zero, bool (n,)."""
+    """Whether a mark of each row, (n, ...), is not zero, bool (n,)."""
     done: Any = None
     for mark in ended:
         flags: Any = mark if mark.dtype == bool else mark != 0
@@ -176,7 +176,7 @@ NUMBERS = (np.generic, np.ndarray)
 
 
 def plain_items(batch: Any) -> dict[str, Any] | None:
-    """Does what `flat_items` does quickly; returns None for what it only can do.
+    """Flattens quickly what needs no conversion; returns None for what only `flat_items` can do.
 
     That is a key that is no string or is given twice, and lists or arrays of mappings.
     """

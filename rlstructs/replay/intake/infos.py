@@ -154,7 +154,7 @@ def _rows(name: str, value: Any, owner: str) -> Any:
         return _column([_cell(name, each) for each in value])
     if numbers is None and getattr(value, "ndim", None):
         return objects_in(value, 1)
-    raise SpecError(f"{name!r} has shape {tuple(np.shape(value))}, needed is a first axis of rows")
+    raise SpecError(f"{name!r} has shape {tuple(np.shape(value))}, expected a first axis of rows")
 
 
 def _cell(name: str, value: Any) -> np.ndarray | torch.Tensor | Object:

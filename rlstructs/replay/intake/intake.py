@@ -81,7 +81,7 @@ class Intake:
         return self.fit(rows, unknown, missing)
 
     def fit(self, rows: Mapping[str, Any], unknown: str, missing: str, plan: Plan | None = None) -> dict[str, Any]:
-        """Does what `convert` does, and carries out a plan once everything is known to fit."""
+        """Converts, and carries out a plan once everything is known to fit."""
         specs = self.specs if plan is None else plan.specs(self.specs)
         if specs and missing == ERROR and (lacking := sorted(specs.keys() - rows.keys())):
             raise MissingKeyError(f"key(s) {lacking} are missing, got {sorted(rows)}")
@@ -128,7 +128,7 @@ class Intake:
         return block, made
 
     def as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
-        """Does what `given.as_rows` does; a tensor for a store on a device stays on it."""
+        """Converts to rows; a tensor for a store on a device stays on it."""
         columns = self.storage.columns
         if not columns.on_host and isinstance(value, torch.Tensor):
             _, spec = as_rows(name, value[:0], None)
@@ -163,7 +163,7 @@ class Intake:
         return bool(storage.columns.on_host and storage.is_private and not len(storage))
 
     def find_ends(self, block: Mapping[str, Any]) -> np.ndarray | None:
-        """Where rows end episodes, bool (n, T); None if no column says so."""
+        """Marks rows that end episodes, bool (n, T); None if no column says so."""
         return find_marks({name: block[name] for name in self.list_end_columns(block)})
 
     def list_end_columns(self, names: Iterable[str]) -> list[str]:
@@ -218,7 +218,7 @@ class Intake:
 
     @property
     def writer(self) -> Intake:
-        """What writes to the store in another process: this object, once it has its columns."""
+        """Returns the writer for another process: this object, once it has its columns."""
         return self
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:

@@ -46,7 +46,7 @@ def find_names(keys: Collection[str]) -> dict[str, str]:
 
 
 def add_version(names: Mapping[str, str], keys: Collection[str], columns: Collection[str]) -> dict[str, str]:
-    """The same names, with the policy version if there is a column for it and these keys have it."""
+    """Adds the policy version to names if there is a column for it and these keys have it."""
     is_known = POLICY_VERSION in columns and POLICY_VERSION in keys
     return {**names, **({POLICY_VERSION: POLICY_VERSION} if is_known else {})}
 
@@ -123,7 +123,7 @@ class Steps:
         return Steps(values, self.n_timesteps, self.lengths[index], self.lanes[index], *marks)
 
     def after(self, storage: Storage) -> Steps:
-        """The same steps, for a store; where a trajectory does not follow the rows of its lane an episode begins."""
+        """Converts steps for a store; an episode begins where a trajectory does not follow the rows of its lane."""
         if self.first_steps is None:
             return self
         found = storage.counters.continuity.find_gaps(self.lanes, self.first_steps, self.lengths, storage.ring)
@@ -229,7 +229,7 @@ def take_steps(
     lanes: np.ndarray | None = None,
     beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Steps:
-    """Does what `take_trajectories` does, for existing keys and lanes (B,); `beside` holds further keys, (B, T)."""
+    """Takes trajectories of existing keys to lanes (B,); `beside` holds further keys, (B, T)."""
     lengths = host_array("lengths", steps.lengths)
     first_steps = None if steps.first_steps is None else host_array("first_steps", steps.first_steps)
     # Not all of them: where steps are leased, some would be copied for nothing.

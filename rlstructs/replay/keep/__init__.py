@@ -1,1 +1,1 @@
-"""What a store leaves in files."""
+"""Files of a store."""

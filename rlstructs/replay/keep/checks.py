@@ -43,7 +43,7 @@ BIT_GENERATORS = tuple(_BIT_GENERATORS)
 
 
 class Claims(RowIds):
-    """What is known of the rows of a file when other parts of the file are checked.
+    """The rows that a file says it holds, by which its other parts are checked.
 
     Args:
         ring: its counters, which make sense.
@@ -68,26 +68,26 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
         ValueError: it is something else.
     """
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {clean_text(repr(value))}, needed is a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {clean_text(repr(value))}, expected a whole number from {least} to {most}")
     return value
 
 
 def following_in(state: Mapping[str, Any], n_lanes: int) -> np.ndarray:
-    """What `Continuity.following` returned for a file, int64 (n_lanes,); `UNKNOWN` for files of earlier versions.
+    """Reads `Continuity.following` from a file, int64 (n_lanes,); `UNKNOWN` for files of earlier versions.
 
     Raises:
         ValueError: it is something else.
     """
     found = state.get("following", [UNKNOWN] * n_lanes)
     if not isinstance(found, list) or len(found) != n_lanes:
-        raise ValueError(f"the following steps are {clean_text(repr(found))}, needed is a list of {n_lanes} numbers")
+        raise ValueError(f"the following steps are {clean_text(repr(found))}, expected a list of {n_lanes} numbers")
     return np.array([whole("a following step", number, UNKNOWN) for number in found], np.int64)
 
 
 def flag(name: str, value: Any) -> bool:
     """Returns `value`, a bool; raises ValueError if it is something else."""
     if type(value) is not bool:
-        raise ValueError(f"{name} is {clean_text(repr(value))}, needed is true or false")
+        raise ValueError(f"{name} is {clean_text(repr(value))}, expected true or false")
     return value
 
 
@@ -122,7 +122,7 @@ def row_shape(name: str, value: Any) -> tuple[int, ...]:
 def dtype_called(name: str, value: Any) -> np.dtype:
     """The dtype of this name; raises ValueError if columns have no such dtype."""
     if type(value) is not str or value not in DTYPES:
-        raise ValueError(f"{name!r} has the dtype {clean_text(repr(value))}, needed is one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name!r} has the dtype {clean_text(repr(value))}, expected one of {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
@@ -134,7 +134,7 @@ def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
     """
     if counters.dtype != np.int64 or counters.shape != (N_COUNTERS, n_lanes):
         needed = f"int64 {(N_COUNTERS, n_lanes)}"
-        raise ValueError(f"its counters are {counters.dtype} {counters.shape}, needed is {needed}")
+        raise ValueError(f"its counters are {counters.dtype} {counters.shape}, expected {needed}")
     ring = Ring(counters, capacity)
     base, reserved, head = counters
     if not ((base >= 0) & (base <= head) & (head <= reserved) & (reserved <= MOST // n_lanes)).all():

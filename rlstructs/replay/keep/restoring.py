@@ -51,7 +51,7 @@ class SavedArrays:
     def check(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         """Raises ValueError unless an array has this dtype and shape, and KeyError if there is none."""
         if self.specs[name] != (dtype, shape):
-            raise ValueError(f"{name!r} is {self.specs[name]}, needed is {np.dtype(dtype)} {shape}")
+            raise ValueError(f"{name!r} is {self.specs[name]}, expected {np.dtype(dtype)} {shape}")
 
     def read(self, name: str, *needed: Any) -> np.ndarray:
         if needed:

@@ -79,7 +79,7 @@ Found = tuple[SavedArrays, Mapping[str, Any], dict[str, Spec], dict[str, str]]
 
 
 class Form:
-    """How a file says what a buffer holds; files of memories say it in another way.
+    """The format of a buffer's contents in a file; files of memories have another.
 
     Attributes:
         has_every_slot: whether a file has all slots, those without rows too.
@@ -100,7 +100,7 @@ class Form:
         return f"{arrays}{number}"
 
     def write(self, buffer: Any, arrays: Arrays, dtypes: dict[str, str], state: dict[str, Any]) -> Contents:
-        """What a file holds of the contents of a buffer."""
+        """Turns the contents of a buffer into those of a file."""
         return arrays, dtypes, state
 
     def read(self, buffer: Any, path: Any, arrays: SavedArrays, state: Mapping[str, Any]) -> Found:
@@ -126,7 +126,7 @@ class Form:
         return storage
 
     def adopt(self, buffer: Any, specs: Mapping[str, Spec]) -> None:
-        """Is called after a file has replaced the columns by others of these specs."""
+        """Called after a file has replaced the columns by others of these specs."""
 
 
 def save(buffer: Stored, path: Path, suffix: str | None = None, compression: str | None = None) -> None:

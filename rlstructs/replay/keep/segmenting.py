@@ -1,4 +1,4 @@
-"""The contents of a buffer for a checkpoint, cut by rows."""
+"""Splits a buffer's arrays into files of rows that checkpoints share."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a store hands out."""
+"""Batches that a store hands out."""

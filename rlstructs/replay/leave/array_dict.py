@@ -102,7 +102,7 @@ class ArrayDict(ArrayValues):
         return _Nested(self, name)
 
     def _inside(self, name: str) -> dict[str, Any]:
-        """What is nested under a name, by the rest of its name."""
+        """The entries below a name, by the rest of their names."""
         start = f"{name}/"
         return {key[len(start) :]: value for key, value in dict.items(self) if key.startswith(start)}
 
@@ -224,7 +224,7 @@ class ArrayDict(ArrayValues):
         return dict.fromkeys(name.partition("/")[0] for name in self).keys()
 
     def get_keys(self) -> Any:
-        """Does what `keys` does."""
+        """Iterates over the keys."""
         return self.keys()
 
     # Rows
@@ -359,7 +359,7 @@ class ArrayDict(ArrayValues):
 
 
 class _Nested(ArrayDict):
-    """What is nested under a name of a batch, which follows changes of this object."""
+    """The part of a batch below a name; follows changes of that batch."""
 
     def __init__(self, outer: ArrayDict, name: str) -> None:
         dict.__init__(self, outer._inside(name))

@@ -186,7 +186,7 @@ def at_least_2d(value: Any) -> Any:
 
 
 def nulls(value: Any) -> np.ndarray:
-    """Where values are NaN or None, bool of the same shape."""
+    """Marks values that are NaN or None, bool of the same shape."""
     if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
         value = value.float()
     host = np.asarray(array(value))
@@ -266,7 +266,7 @@ class ArrayValues(dict[str, Any]):
         return self._mapped(lambda value: tensor(value, dtype, device))
 
     def to_torch_(self, dtype: torch.dtype | None = None, device: torch.device | str | int = "cpu") -> None:
-        """Does what `to_torch` does, in place."""
+        """Converts to torch, in place."""
         self.apply_values_transform(lambda value: tensor(value, dtype, device), inplace=True)
 
     def to_numpy(self: V) -> V:
@@ -274,7 +274,7 @@ class ArrayValues(dict[str, Any]):
         return self._mapped(array)
 
     def to_numpy_(self) -> None:
-        """Does what `to_numpy` does, in place."""
+        """Converts to numpy, in place."""
         self.apply_values_transform(array, inplace=True)
 
     def to_at_least_2d(self: V) -> V:
@@ -282,7 +282,7 @@ class ArrayValues(dict[str, Any]):
         return self._mapped(at_least_2d)
 
     def isnull(self: V) -> V:
-        """Where values are NaN or None, as arrays of bool."""
+        """Marks values that are NaN or None, by arrays of bool."""
         return self._mapped(nulls)
 
     def hasnull(self) -> bool:

@@ -48,7 +48,7 @@ class Exporter:
         return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
 
     def with_objects(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
-        """The same, with arrays of objects, which remain numpy arrays; a `DictTensor` omits them."""
+        """Makes a batch; arrays of objects remain numpy arrays, and a `DictTensor` omits them."""
         objects = {name for name, array in arrays.items() if array.dtype == OBJECT}
         batch = self({name: array for name, array in arrays.items() if name not in objects}, specs)
         if self.framework == "torch":
@@ -110,6 +110,6 @@ def _host(array: Any, spec: Spec | None) -> np.ndarray:
 
 
 def _to_numpy(array: Any, spec: Spec | None) -> np.ndarray:
-    """Does the same; the bits of bfloat16 become float32."""
+    """Converts a column's values to numpy; bfloat16 becomes float32."""
     values = _host(array, spec)
     return from_bits(values) if spec is not None and spec.is_bfloat16 else values

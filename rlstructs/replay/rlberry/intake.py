@@ -90,7 +90,7 @@ class TaggedIntake(Intake):
             values = host_array(tag, data[tag])
             row = self.specs[tag].shape if tag in self.specs else values.shape[len(lead) :]
             if values.shape != (*lead, *row):
-                raise SpecError(f"append: {tag!r} has shape {values.shape}, needed is {(*lead, *row)}")
+                raise SpecError(f"append: {tag!r} has shape {values.shape}, expected {(*lead, *row)}")
             rows[tag] = values[:, None] if lead else values[None, None]
         self.write(rows, lanes)
 

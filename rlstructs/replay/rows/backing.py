@@ -1,4 +1,4 @@
-"""Where the bytes of a store are: in ordinary memory, in memory that processes share, or in files."""
+"""The memory of a store: ordinary, shared by processes, or in files."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ def lead_of(
     values: Any
     name, values = next(iter(block.items()), ("block", np.zeros(0)))
     if values.ndim < 2 or len(values) != n:
-        raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is ({n}, T, ...), a row for each lane")
+        raise SpecError(f"{name!r} has shape {tuple(values.shape)}, expected ({n}, T, ...), a row for each lane")
     lead = (len(values), values.shape[1])
     for name, marks in (("done", done), ("starts", starts)):
         if marks is not None and marks.shape != lead:
-            raise SpecError(f"{name} has shape {marks.shape}, needed is {lead}")
+            raise SpecError(f"{name} has shape {marks.shape}, expected {lead}")
     if lengths is not None and (lengths.shape != lead[:1] or ((lengths < 0) | (lengths > lead[1])).any()):
-        raise SpecError(f"lengths are {lengths.tolist()}, needed are {lead[0]} in [0, {lead[1]}]")
+        raise SpecError(f"lengths are {lengths.tolist()}, expected {lead[0]} in [0, {lead[1]}]")
     return lead
 
 

@@ -421,7 +421,7 @@ class Columns(RowIds):
         """Writes the linked columns; here there are none."""
 
     def write_step(self, name: str, value: np.ndarray, following: np.ndarray, head: int) -> None:
-        """Does the same for one row of each lane, all of which have this head; see `LinkedColumns`."""
+        """Writes links for one row of each lane, all of which have this head; see `LinkedColumns`."""
 
     def own(self, value: Any, spec: Spec) -> Any:
         """Returns a value that a column of this spec takes without passing through the host; otherwise None."""
@@ -457,7 +457,7 @@ class Columns(RowIds):
             SpecError: the shape or dtype does not fit.
         """
         if tuple(values.shape) != (*lead, *spec.shape):
-            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, needed is {(*lead, *spec.shape)}")
+            raise SpecError(f"{name!r} has shape {tuple(values.shape)}, expected {(*lead, *spec.shape)}")
         return self.converted(name, values, spec)
 
     def __getstate__(self) -> dict[str, Any]:

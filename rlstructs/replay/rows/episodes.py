@@ -23,7 +23,7 @@ TIME, LENGTH = 0, 1  # of a pair
 BYTES_PER_ROW = PAIR.nbytes
 # For so many lanes a loop is faster than arithmetic with indexes.
 FEW = 8
-# Later than any step.
+# Larger than any step: the episode has not ended.
 NO_END = np.iinfo(np.int64).max
 
 

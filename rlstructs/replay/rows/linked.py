@@ -30,7 +30,7 @@ Values = Iterable[tuple[int, np.ndarray]]
 
 @dataclass
 class Link:
-    """Where the values of a linked column are stored.
+    """The storage of a linked column's values.
 
     Attributes:
         source: the column that holds most of them, in the following rows.
@@ -51,7 +51,7 @@ class Link:
 
 
 class _Step:
-    """How to write a row of a linked column to all lanes, which are in step.
+    """The plan of a write to a linked column: one row of each lane, which are in step.
 
     Args:
         waiting: as of `Link`.
@@ -145,7 +145,6 @@ class LinkedColumns(Columns):
         self.layout += 1
 
     def emptied(self, capacity: int) -> Columns:
-        """See `Columns.emptied`."""
         other = super().emptied(capacity)
         assert isinstance(other, LinkedColumns)
         other.links = {}
@@ -218,7 +217,7 @@ class LinkedColumns(Columns):
             self._separate_rows(name)[rows[different]] = values[different]
 
     def write_step(self, name: str, value: np.ndarray, following: np.ndarray, head: int) -> None:
-        """Does what `write_links` does for a linked column and one row of each lane.
+        """Writes the links of a linked column for one row of each lane.
 
         Args:
             name: of the column.
@@ -248,7 +247,7 @@ class LinkedColumns(Columns):
         step.head = head + 1
 
     def gather_linked(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """Does what `gather` does, also for linked columns; a lock must keep writers away."""
+        """Gathers, also from linked columns; a lock must keep writers away."""
         plain = iter(self.gather([name for name in names if name not in self.links], rows))
         return [self._gather_link(name, rows) if name in self.links else next(plain) for name in names]
 
@@ -296,7 +295,7 @@ class LinkedColumns(Columns):
         link.waiting[link.find_newest(self.ring.head, lanes), lanes] = values[newest]
 
     def link_arrays(self, name: str) -> dict[str, np.ndarray]:
-        """What a file holds of a linked column.
+        """The arrays that a file holds of a linked column.
 
         Returns:
             `at`: int64 (n, 2), the lanes and slots of the values that are stored separately. `values`: (n, *shape).

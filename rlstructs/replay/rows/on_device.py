@@ -75,7 +75,6 @@ class TensorColumns(Columns):
         return (copy if by_lane else copy.swapaxes(0, 1)).reshape(n * self.n_lanes, *cells.shape[2:])
 
     def host(self, name: str, values: torch.Tensor) -> np.ndarray:
-        """See `Columns.host`."""
         array: np.ndarray = values.cpu().numpy().view(self.specs[name].dtype)
         return array
 
@@ -84,11 +83,9 @@ class TensorColumns(Columns):
         return OnDemand(super().slots_to_file(name, n), self.specs[name].dtype)
 
     def put_rows(self, name: str, rows: Any, values: Any) -> None:
-        """See `Columns.put_rows`."""
         self.flat[name][self._index(rows)] = values
 
     def put_cells(self, name: str, lanes: Any, slots: Any, values: Any) -> None:
-        """See `Columns.put_cells`."""
         self.cells[name][self._index(lanes), slots] = values
 
     def own(self, value: Any, spec: Spec) -> torch.Tensor | None:
@@ -128,7 +125,6 @@ class TensorColumns(Columns):
 
     @torch.inference_mode(False)
     def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Any]:
-        """See `Columns.make_blocks`."""
         blocks = {}
         for name, spec in specs.items():
             dtype, shape = _named(spec), (self.n_rows, *spec.shape)

@@ -43,7 +43,7 @@ def group_columns(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
 
 
 def _count_fitting(specs: Sequence[Spec]) -> int:
-    """How many of these columns, the first ones, go into one record: as many as do not waste too much memory."""
+    """The number of columns, from the first on, that one record takes without wasting too much memory."""
     best, n_bytes, longest = 1, 0, specs[0].dtype.itemsize
     for n, spec in enumerate(specs, 1):
         n_bytes += spec.nbytes
@@ -167,7 +167,7 @@ class _Taken:
 
 
 class Gathering:
-    """How to gather some columns; kept, because it depends on their names alone.
+    """The plan to gather some columns; kept, because it depends on their names alone.
 
     Args:
         names: of the columns.

@@ -102,11 +102,11 @@ class Span:
         return self.columns.steps(rows, self._head - 1)
 
     def ages(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows are before each in its lane, int64."""
+        """The number of rows before each in its lane, int64."""
         return np.asarray(self.steps(rows) - (self._low if self.aligned else self._low[self.columns.lanes(rows)]))
 
     def left(self, rows: np.ndarray) -> np.ndarray:
-        """How many rows there are in its lane from each on, int64."""
+        """The number of rows from each on in its lane, int64."""
         return np.asarray((self._head if self.aligned else self._head[self.columns.lanes(rows)]) - self.steps(rows))
 
     def has(self, rows: np.ndarray) -> np.ndarray:

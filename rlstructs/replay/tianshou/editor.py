@@ -100,7 +100,7 @@ class Editor:
     def _whole_columns(self, batch: Any, owner: str) -> dict[str, Any]:
         rows = transitions.as_transitions(batch, owner, self.intake.ignored, 1, False)
         if wrong := [name for name, values in rows.items() if len(values) != self.table.maxsize]:
-            raise SpecError(f"{owner}: {wrong[0]!r} has {len(rows[wrong[0]])} rows, needed are {self.table.maxsize}")
+            raise SpecError(f"{owner}: {wrong[0]!r} has {len(rows[wrong[0]])} rows, expected {self.table.maxsize}")
         return rows
 
     def _holds(self, name: str, values: Any) -> bool:
@@ -208,7 +208,7 @@ class Editor:
     # NaN
 
     def find_nulls(self) -> dict[str, np.ndarray]:
-        """Where rows are NaN, in order: name of each column -> bool (n, *shape)."""
+        """Marks NaN in the rows, in order: name of each column -> bool (n, *shape)."""
         with self.table.storage.lock:
             rows = self.table.rows()
             others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self.table.columns.items()}

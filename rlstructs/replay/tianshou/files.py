@@ -61,7 +61,7 @@ def from_arrays(kind: type[B], given: Mapping[str, Any], done: Any, settings: Ma
     if done is not None:
         ends = transitions.as_flags(DONE, host_array(DONE, done))
         if ends.shape != (n,):
-            raise SpecError(f"'done' has shape {ends.shape}, needed is ({n},)")
+            raise SpecError(f"'done' has shape {ends.shape}, expected ({n},)")
         rows[FLAGS[1]] = rows[FLAGS[1]] | (ends & ~rows[FLAGS[0]])
     if n:
         buffer._intake.fill(rows)

@@ -115,7 +115,7 @@ class HindsightReader(Reader):
         given = self.compute_reward_fn(achieved, np.repeat(goals, n_step, axis=0))
         found, spec = host_array("compute_reward_fn", given), self.table.columns[REW]
         if found.shape[:1] != (window.size,) or found.size != window.size * int(np.prod(spec.shape)):
-            raise SpecError(f"compute_reward_fn: gave shape {found.shape}, needed is {(window.size, *spec.shape)}")
+            raise SpecError(f"compute_reward_fn: gave shape {found.shape}, expected {(window.size, *spec.shape)}")
         values, _ = as_rows(REW, found.reshape(*window.shape, *spec.shape), spec)
         rewards = rows.storage.columns.converted(REW, values, spec)
         if n_step == 1:
@@ -192,7 +192,7 @@ class HERReplayBuffer(ReplayBuffer):
     def load_hdf5(  # type: ignore[override]
         cls, path: str | Path, compute_reward_fn: Reward, device: Any = None
     ) -> Self:
-        """Does what `ReplayBuffer.load_hdf5` does; the function is in no file."""
+        """Loads a file of `ReplayBuffer.save_hdf5`; the reward function is not in it."""
         return files.load(cls, path, {"compute_reward_fn": compute_reward_fn, "device": device})
 
     def _settings(self) -> dict[str, Any]:

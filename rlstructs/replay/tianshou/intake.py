@@ -152,7 +152,7 @@ class TransitionIntake(Intake):
         transitions.check_required(rows)
         for name, values in rows.items():
             if len(values) != len(lanes):
-                raise SpecError(f"{name!r} has {len(values)} rows, needed is one for each of {len(lanes)} lanes")
+                raise SpecError(f"{name!r} has {len(values)} rows, expected one for each of {len(lanes)} lanes")
         if not lanes.size:  # empty lists do not say what they hold
             return np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64)
         done = transitions.ends_of(rows)
@@ -212,7 +212,7 @@ class TransitionIntake(Intake):
     # Columns
 
     def as_transitions(self, batch: Any, owner: str, n_axes: int) -> dict[str, Any]:
-        """Does what `transitions.as_transitions` does, with the buffer's settings."""
+        """Converts to transitions by the buffer's settings."""
         return transitions.as_transitions(batch, owner, self.ignored, n_axes, self.options.save_only_last_obs)
 
     def convert(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ ARGUMENTS = (
     "compute_reward_fn",
     "weight_norm",
 )
-# Who has it, the class here, and what tells it.
+# System, our class for it, and names that only it has.
 OTHERS = (
     (
         "rlberry",
@@ -116,7 +116,7 @@ class Options:
 
     @property
     def reading(self) -> Reading:
-        """How samples are read."""
+        """The settings for reading samples."""
         return reading_of(self.n_step, self.gamma, self.stack_num)
 
 

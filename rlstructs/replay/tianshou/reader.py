@@ -94,7 +94,7 @@ class Reader:
         return self.export.with_objects(inside, {name[start:]: specs[name] for name in names})
 
     def _read_at(self, sources: Sources, at: np.ndarray, reading: Reading) -> dict[str, Any]:
-        """Does what `read_sources` does, with the values that stand in for rewards; no row is torn by a writer."""
+        """Reads keys, with the values that stand in for rewards; no row is torn by a writer."""
         table, rows, stand_in = self.table, self.table.rows(), self.table.stand_in
         if table.is_joined or table.storage.is_private:  # one thread alone uses it, or others wait for the lock
             arrays = read_sources(rows, table.columns, sources, at, reading)
@@ -173,7 +173,7 @@ class Reader:
         return at.size, self._pick_first(rows, at, self.pick)
 
     def _selector_of(self, buffer: ReplayBuffer, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
-        """Does what `_selector` does, for rows (n,) that a user's buffer has drawn."""
+        """Selects among rows (n,) that a user's buffer has drawn."""
         at = self.table.locate(index)
 
         def draw_again(count: int) -> Pick:
@@ -197,7 +197,7 @@ class Reader:
         return self.rng.choice(at, size)
 
     def list_candidates(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
-        """Those of some rows that may be drawn, in order."""
+        """Keeps the rows that may be drawn, in order."""
         fits = self.fits(rows)
         return at if fits is None else at[fits(at)]
 

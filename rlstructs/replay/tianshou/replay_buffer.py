@@ -378,7 +378,7 @@ class ReplayBuffer(Buffer):
         self._editor.set_array(seq, key, index, default_value)
 
     def isnull(self) -> Any:
-        """Where rows are NaN: a batch of bools, of all rows in order."""
+        """Marks NaN: a batch of bools, of all rows in order."""
         return self._export(self._editor.find_nulls(), {})
 
     def hasnull(self) -> bool:

@@ -84,7 +84,7 @@ class Running:
         return index, ep_returns, ep_lengths, first
 
     def add_one(self, head: int, reward: float, done: bool) -> Added:
-        """Does what `add` does, for a single lane whose rewards are single numbers, in a third of the time."""
+        """Adds to a single lane whose rewards are single numbers, in a third of the time of `add`."""
         capacity = self._storage.ring.capacity
         total, length = self.returns.item() + reward, self.lengths.item() + 1
         start = max(self.begins.item(), head + 1 - capacity)

@@ -40,7 +40,7 @@ class Keys(NamedTuple):
     sources: Sources
 
 
-# Before the columns were looked at; no layout has this number.
+# Placeholder until the columns are first read.
 UNKNOWN = Keys(-1, {}, Sources({}))
 
 
@@ -147,7 +147,7 @@ class Table:
 
     @property
     def sources(self) -> Sources:
-        """How the keys of a batch are read."""
+        """The way to read each key of a batch."""
         return self._look().sources
 
     def _look(self) -> Keys:
@@ -186,7 +186,7 @@ class Table:
         return view
 
     def ends(self) -> np.ndarray:
-        """Where a flag says that an episode ends, bool (maxsize,)."""
+        """Marks rows whose flag ends an episode, bool (maxsize,)."""
         found = self._ends.read()
         return found if self.lane_size else found[:0]
 
@@ -227,7 +227,7 @@ class Table:
 
 
 class _Ends:
-    """Where rows end episodes, by row id: kept, and computed again for the rows that have changed.
+    """Marks rows that end episodes, by row id; computed again only for the rows that have changed.
 
     Args:
         storage: the store.

@@ -199,14 +199,14 @@ def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> An
     if not is_array or isinstance(value, np.flexible):
         value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
     if value.ndim < n_axes:
-        raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is a first axis of rows")
+        raise SpecError(f"{name!r} has shape {tuple(value.shape)}, expected a first axis of rows")
     if only_last and top(name) in (OBS, OBS_NEXT):
         if value.ndim == n_axes or value.shape[n_axes] == 0:
             raise SpecError(f"{name!r} has shape {tuple(value.shape)}: there is no axis of which to save the last")
         value = value[(slice(None),) * n_axes + (-1,)]
     if name in FLAGS:
         if math.prod(value.shape[n_axes:]) != 1:  # single environments that return arrays have further axes
-            raise SpecError(f"{name!r} has shape {tuple(value.shape)}, needed is one bool for each row")
+            raise SpecError(f"{name!r} has shape {tuple(value.shape)}, expected one bool for each row")
         return as_flags(name, value).reshape(value.shape[:n_axes])
     return as_rewards(name, value) if top(name) == REW else value
 
@@ -255,13 +255,13 @@ def raw_numbers(raw: Any, spec: Spec) -> Any:
 
 
 def ends_of(rows: Mapping[str, Any]) -> np.ndarray:
-    """Where episodes end, bool (n,)."""
+    """Marks the ends of episodes, bool (n,)."""
     return np.asarray(np.logical_or(*(host_array(name, rows[name]) for name in FLAGS)))
 
 
 @lru_cache
 def sources_of(names: tuple[str, ...], columns: tuple[str, ...], stacked: tuple[str, ...] | None = STACKED) -> Sources:
-    """How keys of a batch are read.
+    """The way to read keys of a batch.
 
     Args:
         names: of columns, or of what is made of them.

@@ -213,7 +213,6 @@ class Sampling:
             self._parts.sampler.begin_pass()
 
     def next(self) -> Any:
-        """See `DictTensorReplayBuffer.next`."""
         n = self.size(None)
         if not self._in_pass:
             self.begin_pass()
@@ -235,7 +234,7 @@ class Sampling:
         return False
 
     def _request(self, n: int, with_info: bool) -> Request:
-        """What to draw for a batch of n rows."""
+        """The draw for a batch of n rows."""
         parts = self._parts
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
         if not parts.store.span().total:
@@ -357,7 +356,7 @@ class Draws:
 
 
 class Known(dict[str, Any]):
-    """What is known of rows, by name; ("next", "truncated") stands for `next/truncated`, as in a tensordict."""
+    """Facts about rows, by name; ("next", "truncated") stands for `next/truncated`, as in a tensordict."""
 
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(_join_names(key))

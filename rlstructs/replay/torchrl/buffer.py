@@ -137,7 +137,7 @@ class DictTensorBase(Buffer):
         return self
 
     def insert_transform(self: S, index: int, transform: Any, *, invert: bool = False) -> S:
-        """Does the same before the `index`-th transform; raises SpecError if there is no such place."""
+        """Inserts a transform before the `index`-th; raises SpecError if there is no such place."""
         self._parts.insert(index, transform, invert)
         return self
 
@@ -176,7 +176,7 @@ class DictTensorBase(Buffer):
         return editing.read(self._parts, index, self._parts.transform)
 
     def read_stored(self, index: Any) -> Any:
-        """What `[]` returns, without the transforms; also `storage[index]`."""
+        """Reads rows as `[]` does, without the transforms; also `storage[index]`."""
         return editing.read(self._parts, index, Compose())
 
     def __setitem__(self, index: Any, values: Any) -> None:
@@ -295,7 +295,7 @@ class DictTensorBase(Buffer):
 
 
 def _find_seed(generator: Any) -> np.random.Generator | int | None:
-    """What a buffer takes for a generator; of torch's generators a number that it draws."""
+    """Converts a generator for a buffer; one of torch's gives a number that it draws."""
     if isinstance(generator, torch.Generator):
         return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     return generator  # type: ignore[no-any-return] # `generator_of` checks it
@@ -570,7 +570,7 @@ class DictTensorReplayBuffer(DictTensorBase):
     update_dict_tensor_priority = update_tensordict_priority
 
     def stats(self) -> dict[str, int | float | bool]:
-        """How full it is: `size`, `capacity`, `utilization`, `write_count`, `prefetch_queue_size`, `initialized`."""
+        """Returns `size`, `capacity`, `utilization`, `write_count`, `prefetch_queue_size`, `initialized`."""
         with self._parts.lock:
             size, capacity = len(self), self.storage.max_size
             return {

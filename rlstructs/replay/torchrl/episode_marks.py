@@ -1,4 +1,4 @@
-"""Where episodes end and begin in the rows of a buffer, according to its columns."""
+"""Finds the ends and starts of episodes in the rows of a buffer, from its columns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EpisodeMarks:
         )
 
     def find(self, block: Mapping[str, Any], rows: GivenRows) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Where episodes end and begin in rows that are about to be written, bool (1, n) each; None for nowhere.
+        """Marks ends and starts of episodes in rows about to be written, bool (1, n) each; None for nowhere.
 
         Args:
             block: name -> (1, n, ...), the rows in the form that columns take.
@@ -79,7 +79,7 @@ class EpisodeMarks:
         return _join(done), _join(starts)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the columns say of every row, the oldest first: whether it ends an episode; whether its id is new."""
+        """Marks for every row, the oldest first, whether it ends an episode, and whether its id is new."""
         rows, specs = self._store.span().every_row(), self._store.columns.specs
         ends = find_marks({name: self._store.gather([name], rows)[0] for name in self.end_keys(specs)}, 1)
         changes = np.zeros(rows.size, bool)
@@ -110,12 +110,12 @@ def to_host(columns: Columns, name: str, values: Any) -> np.ndarray:
 
 
 def _join(marks: list[np.ndarray]) -> np.ndarray | None:
-    """Where any of these is true, bool (1, n); None if there are none."""
+    """Joins marks by "or", bool (1, n); None if there are none."""
     return np.asarray(np.logical_or.reduce(marks))[None] if marks else None
 
 
 def _find_changes(ids: np.ndarray) -> np.ndarray:
-    """Where a row differs from the one before it, bool (n,); the first row does not."""
+    """Marks rows that differ from the one before, bool (n,); the first row does not."""
     changes = np.zeros(len(ids), bool)
     changes[1:] = (ids[1:] != ids[:-1]).any(axis=tuple(range(1, ids.ndim)))
     return changes
@@ -188,7 +188,7 @@ def _make_absent(
 
 
 def _truth(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Where a column is not zero, as bools of this shape."""
+    """Marks the values of a column that are not zero, as bools of this shape."""
     marks = host_array(name, values) != 0
     return marks if marks.shape == shape else _spread(marks.any(axis=tuple(range(1, marks.ndim))), shape)
 

@@ -141,7 +141,7 @@ def own_restorer(parts: Assembly, rows: RowIntake, state: State, arrays: Arrays,
     """
     own, found = (parts.storage.max_size, type(parts.sampler).__name__), state["sampler"]
     if own != (state["max_size"], found["class"]):
-        raise ValueError(f"it has room for {state['max_size']} rows and a {found['class']}, needed are {own}")
+        raise ValueError(f"it has room for {state['max_size']} rows and a {found['class']}, expected {own}")
     check_aligned(claims.ring)
     whole("n_rows", state["n_rows"], claims.n_rows, claims.n_rows)
     n_written, knows = whole("n_written", state["n_written"]), flag("knows_episodes", state["knows_episodes"])

@@ -29,7 +29,7 @@ class Part:
             raise SpecError(f"this {type(self).__name__} belongs to another buffer; make one for each")
 
     def belong(self, buffer: Any) -> None:
-        """Belongs to this buffer from now on; to none, if that is None."""
+        """Attaches to a buffer; None detaches."""
         self._owner = None if buffer is None else weakref.ref(buffer)
 
     def _shown(self) -> dict[str, Any]:

@@ -124,7 +124,6 @@ class PrioritizedSampler(Sampler):
         self.owner.update_priority(index, priority)
 
     def start(self, storage: Storage, max_size: int) -> None:
-        """See `Sampler`."""
         is_small = self.max_capacity is not None and self.max_capacity < max_size
         if is_small and max_size < NO_LIMIT:  # priorities grow with the rows
             raise SpecError(f"max_capacity is {self.max_capacity}, the storage has room for {max_size} rows")
@@ -139,7 +138,6 @@ class PrioritizedSampler(Sampler):
         return self._priorities
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """See `Sampler`."""
         span = storage.span()
         rows, leaves = self._of().draw_rows(span, n, rng)
         return Selection(rows[:, None], span, {WEIGHT: self._weights(leaves)})
@@ -148,7 +146,6 @@ class PrioritizedSampler(Sampler):
         return importance_weights(leaves, self._of().tree.minimum, self._beta)
 
     def drawn(self, picked: Selection) -> None:
-        """See `Sampler`."""
         self._of().drawn.remember(picked.span, picked.rows)
 
     def check(self, priorities: Any, n: int) -> np.ndarray:
@@ -193,30 +190,24 @@ class PrioritizedSampler(Sampler):
         self.version += 1
 
     def cleared(self) -> None:
-        """See `Sampler`."""
         self._of().clear()
         self.version += 1
 
     def grown(self, n_rows: int) -> None:
-        """See `Sampler`."""
         self._of().grow(n_rows)
 
     def replaced(self, storage: Storage, rows: np.ndarray) -> None:
-        """See `Sampler`."""
         self._of().follow(storage.span())
         self._of().replace(rows)
         self.version += 1
 
     def state(self) -> dict[str, Any]:
-        """See `Sampler`."""
         return {**self._of().state(), "beta": self._beta}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """See `Sampler`."""
         return {name: array.copy() for name, array in self._of().arrays().items()}
 
     def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
-        """See `Sampler`."""
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
         if TREE_LEAVES not in arrays:
             raise ValueError("it has no priorities")

@@ -76,7 +76,7 @@ class Sampler(Part):
         return set()
 
     def info(self, picked: Selection) -> dict[str, np.ndarray]:
-        """What is known of each row of a batch, the index first."""
+        """Facts about each row of a batch, the index first."""
         return {INDEX: self.flat(picked, picked.rows).copy()} | {name: picked.fields[name] for name in self.fields}
 
     def position(self) -> Any:
@@ -144,7 +144,6 @@ class RandomSampler(Sampler):
         pass
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """See `Sampler`."""
         span = storage.span()
         return Selection(UNIFORM.draw(span, n, rng)[:, None], span)
 
@@ -187,7 +186,6 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last, self.shuffle = drop_last, shuffle
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """See `Sampler`."""
         span = storage.span()
         steps = self._take(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
         if self.drop_last and steps.size < n:
@@ -231,47 +229,38 @@ class SamplerWithoutReplacement(Sampler):
         return self._next(span, wanted)[0].size == wanted
 
     def position(self) -> Any:
-        """See `Sampler`."""
         return self._order, self._at, self.ran_out
 
     def go_to(self, position: Any) -> None:
-        """See `Sampler`."""
         self._order, self._at, self.ran_out = position
 
     def begin_pass(self) -> None:
-        """See `Sampler`."""
         self.go_to((None, 0, False))
 
     def remains(self, storage: Storage, n: int) -> bool:
-        """See `Sampler`."""
         return self._order is None or self._is_left(storage.span(), n)
 
     def cleared(self) -> None:
-        """See `Sampler`."""
         self.begin_pass()
 
     def replaced(self, storage: Storage, rows: np.ndarray) -> None:
-        """See `Sampler`."""
         if self._order is not None:
             if self._order.replaced is None:
                 self._order.replaced = np.zeros(storage.columns.capacity, bool)
             self._order.replaced[rows] = True
 
     def state(self) -> dict[str, Any]:
-        """See `Sampler`."""
         order = self._order
         known = {"pass": None, "length": 1} if order is None else {"pass": order.low, "length": order.length}
         return known | {"ran_out": self.ran_out}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """See `Sampler`."""
         if self._order is None:
             return {}
         arrays = {"order": self._order.steps[self._at :], "replaced": self._order.replaced}
         return {name: array.copy() for name, array in arrays.items() if array is not None}
 
     def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
-        """See `Sampler`."""
         order, ran_out = None, flag("ran_out", state["ran_out"])
         if state["pass"] is not None:
             low = whole("pass", state["pass"], 0, int(claims.ring.oldest()[0]))

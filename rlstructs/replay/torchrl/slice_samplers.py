@@ -116,13 +116,11 @@ class SliceSampler(Sampler):
         return (size, parts) if self.slice_len is None else (parts, size)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """See `Sampler`."""
         span = storage.span()
         rows, inside = self._slices.draw(span, storage.track_episodes(), n, length, rng)
         return Selection(rows, span, {INSIDE: inside})
 
     def flat(self, picked: Selection, values: Any) -> Any:
-        """See `Sampler`."""
         values = values.reshape(-1, *values.shape[2:])
         if self.pad_output or self.strict_length:
             return values
@@ -130,7 +128,6 @@ class SliceSampler(Sampler):
         return values[torch.from_numpy(at) if isinstance(values, torch.Tensor) else at]
 
     def info(self, picked: Selection) -> dict[str, np.ndarray]:
-        """See `Sampler`."""
         inside = picked.fields[INSIDE]
         known = {INDEX: self.flat(picked, picked.rows).copy()}
         if MASK in self.fields:
@@ -141,7 +138,6 @@ class SliceSampler(Sampler):
         return known
 
     def marks(self, names: Collection[str], stored: Container[str]) -> set[str]:
-        """See `Sampler`."""
         found = {key for key in (self.init_key, self.truncated_key) if key is not None and key != AUTO}
         if self.truncated_key is None:
             return found
@@ -163,12 +159,10 @@ class SliceSampler(Sampler):
         return np.asarray(self.flat(picked, last))
 
     def cleared(self) -> None:
-        """See `Sampler`."""
         super().cleared()
         self._slices.forget()
 
     def reordered(self) -> None:
-        """See `Sampler`."""
         self._slices.forget()
         self.version += 1
 
@@ -209,7 +203,6 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         SliceSampler.__init__(self, per=WINDOW, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """See `Sampler`."""
         span = storage.span()
 
         def fits(rows: np.ndarray) -> np.ndarray:
@@ -263,7 +256,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         SliceSampler.__init__(self, per=TRAJECTORY, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """See `Sampler`."""
         span, episodes = storage.span(), storage.track_episodes()
         latest = self._take(span, n, length, rng, lambda: self._latest(span, episodes, length))
         if not latest.size:
@@ -287,7 +279,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         return np.asarray(low + (latest[n_steps >= length] if self.strict_length else latest))
 
     def reordered(self) -> None:
-        """See `Sampler`."""
         super().reordered()
         self.begin_pass()
 

@@ -67,7 +67,7 @@ class ReplayStorage(Part):
         return self.owner.read_stored(index)
 
     def get(self, index: Any) -> Any:
-        """Does what `[]` does."""
+        """Reads rows, as `[]` does."""
         return self[index]
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,14 +131,12 @@ class ListStorage(ReplayStorage):
 
     @property
     def alignment(self) -> int:
-        """See `ReplayStorage`."""
         if self.max_size > MOST_ROWS:
             return MOST_ROWS
         last_but_one = self.capacity_for((self.max_size + 1) // 2)  # all before it divide it
         return math.lcm(last_but_one, self.max_size)
 
     def capacity_for(self, n_rows: int) -> int:
-        """See `ReplayStorage`."""
         capacity = self.capacity
         while capacity < min(n_rows, self.max_size):
             capacity = min(2 * capacity, self.max_size)
@@ -197,11 +195,9 @@ class TensorStorage(ReplayStorage):
             self.settle(rows.values)
 
     def columns(self) -> Columns | None:
-        """See `ReplayStorage`."""
         return None if self.device is None else TensorColumns(1, self.max_size, LANE, self.device)
 
     def settle(self, values: Mapping[str, Any]) -> bool:
-        """See `ReplayStorage`."""
         if not self._is_auto:
             return False
         self._is_auto, self.device = False, find_device(values)
@@ -251,17 +247,14 @@ class MemmapStorage(ReplayStorage):
         self.scratch_dir, self.existsok = scratch_dir, existsok
 
     def columns(self) -> Columns:
-        """See `ReplayStorage`."""
         folder = Folder(None if self.scratch_dir is None else Path(self.scratch_dir), self.existsok)
         return FolderColumns(self.max_size, folder)
 
     def renew(self, columns: Columns) -> Columns:
-        """See `ReplayStorage`."""
         assert isinstance(columns, FolderColumns)
         return FolderColumns(self.max_size, columns.folder)
 
     def discard(self, columns: Columns) -> None:
-        """See `ReplayStorage`."""
         assert isinstance(columns, FolderColumns)
         columns.remove()
 

@@ -57,7 +57,6 @@ class Compose(Transform):
         self._transforms = [as_transform(each) for each in transforms]
 
     def forward(self, batch: Any) -> Any:
-        """See `Transform`."""
         for transform in self._transforms:
             batch = transform(batch)
             if batch is None:
@@ -65,7 +64,6 @@ class Compose(Transform):
         return batch
 
     def inv(self, batch: Any) -> Any:
-        """See `Transform`."""
         for transform in reversed(self._transforms):
             batch = transform.inv(batch)
             if batch is None:
@@ -116,11 +114,9 @@ class Inverted(Transform):
         self.transform = transform
 
     def forward(self, batch: Any) -> Any:
-        """See `Transform`."""
         return self.transform.inv(batch)
 
     def inv(self, batch: Any) -> Any:
-        """See `Transform`."""
         return self.transform.forward(batch)
 
 
@@ -131,11 +127,9 @@ class FunctionTransform(Transform):
         self.function = function
 
     def forward(self, batch: Any) -> Any:
-        """See `Transform`."""
         return self.function(batch)
 
     def inv(self, batch: Any) -> Any:
-        """See `Transform`."""
         return self.function.inv(batch) if hasattr(self.function, "inv") else batch
 
 

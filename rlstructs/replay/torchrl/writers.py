@@ -64,7 +64,7 @@ class Writer(Part):
         """Raises StateError if nothing may be changed."""
 
     def changed(self) -> None:
-        """Is called after something else has changed the store."""
+        """Called after something else has changed the store."""
 
 
 def _separate_episodes(storage: Storage, rows: np.ndarray) -> None:
@@ -108,7 +108,6 @@ class RoundRobinWriter(Writer):
         check_neutral(type(self).__name__, others, {"track_generations": False})
 
     def write(self, storage: Storage, block: Block, n: int, done: Marks, starts: Marks) -> Written:
-        """See `Writer`."""
         return _append(storage, block, n, done, starts), NO_ROWS
 
 
@@ -124,11 +123,9 @@ class ImmutableWriter(Writer):
         pass
 
     def check(self, values: Block, n: int, specs: Mapping[str, Any]) -> None:
-        """See `Writer`."""
         self.refuse()
 
     def refuse(self) -> None:
-        """See `Writer`."""
         raise StateError("this buffer cannot be changed: its writer is an ImmutableWriter")
 
 
@@ -160,7 +157,6 @@ class MaxValueWriter(Writer):
         self._bound = (-np.inf, -1)
 
     def check(self, values: Block, n: int, specs: Mapping[str, Any]) -> None:
-        """See `Writer`."""
         self._rank(values)
 
     def _key(self, names: Any) -> str:
@@ -184,7 +180,6 @@ class MaxValueWriter(Writer):
         return ranks
 
     def write(self, storage: Storage, block: Block, n: int, done: Marks, starts: Marks) -> Written:
-        """See `Writer`."""
         ranks = self._rank_columns(storage, {name: values[0] for name, values in block.items()})
         known = self._find_ranks(storage)
         room = min(n, storage.columns.n_rows - len(storage))
@@ -251,7 +246,6 @@ class MaxValueWriter(Writer):
         return self._rank({key: numbers})
 
     def changed(self) -> None:
-        """See `Writer`."""
         self._ranks, self._lowest = None, []
 
     def _shown(self) -> dict[str, Any]:
