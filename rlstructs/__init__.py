@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from rlstructs.checkpoints.checkpoint import Checkpoint
     from rlstructs.distributed.batcher import PartsLease, RayBatcher
     from rlstructs.distributed.replay import RayReplay
-    from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
-    from rlstructs.envs.shared_vector.make_vec import make_vec
-    from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
-    from rlstructs.envs.vec_env import VecEnv
+    from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv, make_vec
+    from rlstructs.envs.vec_env import DeviceEnv, VecEnv
     from rlstructs.errors import (
         ClosedError,
         EmptyBufferError,
@@ -74,7 +72,7 @@ __version__ = "0.2.0"
 _EXPORTS = {
     "Checkpoint": "checkpoints.checkpoint",
     "ClosedError": "errors",
-    "DeviceEnv": "envs.device_env",
+    "DeviceEnv": "envs.vec_env",
     "DictTensor": "structures.dict_tensor",
     "EmptyBufferError": "errors",
     "FileError": "errors",
@@ -111,7 +109,7 @@ _EXPORTS = {
     "int32_seed": "seeding",
     "lambda_returns": "returns.functions",
     "load_rollouts": "structures.rollout_files",
-    "make_vec": "envs.shared_vector.make_vec",
+    "make_vec": "envs.shared_vector.shared_vector_env",
     "mask_logits": "action_masks",
     "masked_dicttensor": "structures.dict_tensor",
     "masked_tensor": "structures.dict_tensor",

@@ -1,28 +1,37 @@
-"""The seeds of all random streams.
+"""Every random stream: where its seed comes from, and how global streams are seeded, read, set and saved.
 
 Streams are derived by `numpy.random.SeedSequence`, so that no two of them overlap. They are keyed by the global index
-of the environment, so that they do not depend on the number of processes.
+of the environment, so that they do not depend on the number of processes. torch is imported where it is used, because
+workers of a `SharedVectorEnv` may never load it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import logging
 import operator
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlstructs.errors import SpecError
 from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.settings import after_import
 
-# The first element of a spawn key: the purpose of the stream.
-_ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32 = 0, 1, 2, 3, 4
-_EPISODE, _LIFE = 5, 6  # 4 is also that of `worker_setup.streams`, and 7 is of `envs.env_lives`
+logger = logging.getLogger("rlstructs")
+
+# The first element of a spawn key: the purpose of the stream. `WorkerStreams` has longer keys than other streams.
+_ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32, _EPISODE, _LIFE, _NEXT_STREAM = range(8)
+_WORKER_STREAM = 4
+_RANDOM, _NUMPY, _TORCH = range(3)
 # Seeds below this fit into int32.
 INT32_LIMIT = 2**31
 
@@ -157,8 +166,15 @@ def int32_seed(seed: int) -> int:
     return seed if 0 <= seed < INT32_LIMIT else _derive_seed(abs(seed), _INT32, int(seed < 0)) % INT32_LIMIT
 
 
+def next_stream(seed: int, number: int) -> int:
+    """The seed of an environment's stream once it is made anew for the given time, after the `seed` of its last one."""
+    return _derive_seed(abs(int(seed)), _NEXT_STREAM, number)
+
+
 def seed_global_streams(seed: int, agent_seed: int | None) -> None:
     """Seeds the global streams of `random`, numpy and torch, which agents and environments draw from."""
+    import torch
+
     states = np.random.SeedSequence(
         [int(seed), 0 if agent_seed is None else 1 + int(agent_seed)], spawn_key=(_GLOBALS,)
     ).generate_state(3)
@@ -188,6 +204,8 @@ class PrivateStreams:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        import torch
+
         has_begun = False
         try:
             with defer_interrupt():
@@ -210,12 +228,16 @@ def _derive_seed(root: int, *key: int) -> int:
 
 def read_streams() -> tuple[Any, ...]:
     """The states of the global streams of `random`, numpy and torch, and of those of GPUs that are in use."""
+    import torch
+
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda
 
 
 def restore_streams(states: tuple[Any, ...]) -> None:
     """Sets the global streams to the states that `read_streams` returned."""
+    import torch
+
     random.setstate(states[0])
     np.random.set_state(states[1])
     seed = torch.initial_seed()
@@ -229,4 +251,88 @@ def restore_streams(states: tuple[Any, ...]) -> None:
 @functools.cache
 def _has_gpus() -> bool:
     """Whether this process may use GPUs: to seed them before their first use, torch formats a traceback."""
+    import torch
+
     return torch.cuda.device_count() > 0
+
+
+@dataclass(frozen=True)
+class WorkerStreams:
+    """Seeds the global streams of a worker, torch's with 64 bits and the others with 128.
+
+    Attributes:
+        roots: seeds that the streams of `random`, numpy and torch are derived from.
+    """
+
+    roots: tuple[int, int, int]
+
+    @classmethod
+    def of_seed(cls, seed: int) -> WorkerStreams:
+        """Derives the streams from a seed."""
+        return cls((seed, seed, seed))
+
+    @classmethod
+    def of_this_process(cls) -> WorkerStreams:
+        """Derives the streams from the present state of this process's streams, without changing it."""
+        of_numpy = _hash(np.random.get_state(legacy=False))
+        torch = sys.modules.get("torch")
+        # Nobody has seeded torch before it is loaded: numpy's state makes the program reproducible.
+        of_torch = of_numpy if torch is None else _hash(torch.get_rng_state().numpy())
+        return cls((_hash(random.getstate()), of_numpy, of_torch))
+
+    def __call__(self, index: int) -> None:
+        """Seeds the streams of this process, which is the worker with this index."""
+        random.seed(int.from_bytes(self._words(_RANDOM, index).tobytes(), "little"))
+        np.random.seed(self._words(_NUMPY, index))
+        low, high = self._words(_TORCH, index)[:2].tolist()
+        after_import("torch", partial(_seed_torch, low | high << 32))
+
+    def _words(self, stream: int, index: int) -> np.ndarray:
+        """Derives uint32 (4,) for one stream of one worker."""
+        return np.random.SeedSequence(self.roots[stream], spawn_key=(_WORKER_STREAM, stream, index)).generate_state(4)
+
+
+def _seed_torch(seed: int) -> None:
+    sys.modules["torch"].manual_seed(seed)
+
+
+def _hash(state: Any) -> int:
+    """Hashes the whole state of a generator to 128 bits."""
+    digest = hashlib.sha256()
+    for part in _split_bytes(state):
+        digest.update(part)
+    return int.from_bytes(digest.digest()[:16], "little")
+
+
+def _split_bytes(state: Any) -> Sequence[bytes]:
+    if isinstance(state, dict):
+        return [part for key in sorted(state) for part in (repr(key).encode(), *_split_bytes(state[key]))]
+    return [state.tobytes() if isinstance(state, np.ndarray) else repr(state).encode()]
+
+
+def collect_states() -> dict[str, Any]:
+    """The states of the global streams by name, for `plan_states`; those of GPUs only if the program uses them."""
+    python, of_numpy, of_torch, cuda = read_streams()
+    return {"torch": of_torch, "cuda": cuda or [], "numpy": of_numpy, "python": python}
+
+
+def plan_states(states: Mapping[str, Any]) -> Callable[[], None]:
+    """Checks states, and returns a function that restores them.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: they are not what `collect_states` gave.
+    """
+    import torch
+
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+    cuda = list(states["cuda"])
+
+    def restore() -> None:
+        n_here = torch.cuda.device_count() if cuda else 0
+        if n_here < len(cuda):
+            logger.warning("the checkpoint has random states of %d GPUs, there are %d", len(cuda), n_here)
+        restore_streams((states["python"], states["numpy"], states["torch"], cuda[:n_here]))
+
+    return restore

@@ -17,7 +17,7 @@ import pytest
 from folders import PYTHONPATH
 
 from rlstructs.batcher import engine
-from rlstructs.envs.shared_vector import worker_host
+from rlstructs.envs.shared_vector import hosts
 
 # Until the tests are collected: what is made by then stays, and looking at it would take a quarter of the time.
 gc.disable()
@@ -38,9 +38,9 @@ hypothesis.settings.load_profile("any machine")
 
 # One fork server for the workers of batchers and of vector environments. It imports what the tests' own modules import,
 # as each worker would otherwise when it unpickles an environment.
-OWN_PRELOAD = worker_host.PRELOAD
-engine.PRELOAD = worker_host.PRELOAD = (
-    *engine.PRELOAD, *worker_host.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
+OWN_PRELOAD = hosts.PRELOAD
+engine.PRELOAD = hosts.PRELOAD = (
+    *engine.PRELOAD, *hosts.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
     "pytest", "helpers", "processes",
 )  # fmt: skip
 
@@ -80,7 +80,7 @@ def start_method(request):
 @pytest.fixture
 def own_preload(monkeypatch):
     """Workers of vector environments are forked from a server that has imported what it has without the tests."""
-    monkeypatch.setattr(worker_host, "PRELOAD", OWN_PRELOAD)
+    monkeypatch.setattr(hosts, "PRELOAD", OWN_PRELOAD)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import check_count
 from rlstructs.envs.gym_env import GymEnvInf
-from rlstructs.envs.registry import env_factory
+from rlstructs.envs.gym_envs import env_factory
 from rlstructs.errors import SpecError
 from rlstructs.rollout.makers import Makers
 from rlstructs.shared.module_state import copy_plain

@@ -15,11 +15,11 @@ from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.batcher.state import check_between_rollouts, give_up, plan_load
 from rlstructs.checkpoints import in_place
 from rlstructs.checkpoints.in_place import check_fits
-from rlstructs.checkpoints.random_states import collect_states, plan_states
 from rlstructs.checkpoints.trees import load_tree, save_tree
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError, StateError, WorkerError
 from rlstructs.files.opening import read_bytes
+from rlstructs.seeding import collect_states, plan_states
 
 # Restores a part; what it returns is called when all parts are restored.
 Restore = Callable[[], Callable[[], None] | None]

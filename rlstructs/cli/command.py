@@ -254,7 +254,7 @@ def one_interrupt() -> Iterator[Callable[[], None]]:
 def _settings(options: argparse.Namespace) -> Settings:
     from rlstructs.cli.collect import Settings
     from rlstructs.cli.makers import find_agent
-    from rlstructs.envs.registry import find_env
+    from rlstructs.envs.gym_envs import find_env
 
     _find_modules_here()
     n_per_rollout = options.timesteps * options.envs * max(1, options.workers)
@@ -277,7 +277,7 @@ def _play(options: argparse.Namespace) -> int:
     from rlstructs.cli import report
     from rlstructs.cli.makers import find_agent
     from rlstructs.cli.play import VIDEO_ENDINGS, Settings, play
-    from rlstructs.envs.registry import find_env
+    from rlstructs.envs.gym_envs import find_env
 
     if options.video is not None:
         report.check_path("--video", options.video, VIDEO_ENDINGS)
@@ -306,7 +306,7 @@ def _find_modules_here() -> None:
 
 def _tune(options: argparse.Namespace) -> int:
     from rlstructs.cli.tune import print_trials
-    from rlstructs.envs.registry import find_env
+    from rlstructs.envs.gym_envs import find_env
 
     _find_modules_here()
     print_trials(find_env(options.env_id), n_cores(), options.seconds)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlstructs.agent import RL_Agent
-from rlstructs.envs.registry import import_module
+from rlstructs.envs.gym_envs import import_module
 from rlstructs.errors import SpecError
 from rlstructs.random_agent import RandomAgent
 from rlstructs.rollout.makers import select_arguments

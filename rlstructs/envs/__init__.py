@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from rlstructs.envs.device_env import DeviceEnv
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
-    from rlstructs.envs.vec_env import VecEnv
+    from rlstructs.envs.vec_env import DeviceEnv, VecEnv
 
 _EXPORTS = {
-    "DeviceEnv": "device_env",
+    "DeviceEnv": "vec_env",
     "GymEnv": "gym_env",
     "GymEnvInf": "gym_env",
     "GymVectorEnv": "gym_vector",

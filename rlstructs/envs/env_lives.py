@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from rlstructs.checks import check_count
 from rlstructs.envs.stepping import find_env_name
 from rlstructs.errors import SpecError
@@ -23,15 +21,8 @@ logger = logging.getLogger("rlstructs")
 RAISE, RESTART = POLICIES = ("raise", "restart")
 # How often in a row an environment may fail without a step in between before the first error is raised.
 MAX_ATTEMPTS = 3
-# The purpose of a stream, beside those in `rlstructs.seeding`, which imports torch.
-LIFE_STREAM = 7
 # Seconds that an environment that has failed may take to close.
 CLOSE_SECONDS = 3.0
-
-
-def next_stream(seed: int, number: int) -> int:
-    """The seed of an environment's stream once it is made anew for the given time, after the `seed` of its last one."""
-    return int(np.random.SeedSequence(abs(int(seed)), spawn_key=(LIFE_STREAM, number)).generate_state(1)[0])
 
 
 def check_policy(on_env_failure: Any, max_env_restarts: Any) -> None:

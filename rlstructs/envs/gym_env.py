@@ -12,17 +12,23 @@ import torch
 
 from rlstructs.checks import other_words
 from rlstructs.envs.array_values import copy_value, may_share_memory
-from rlstructs.envs.env_list import check_envs, check_new, find_observation_space
-from rlstructs.envs.env_lives import EnvLives, LivesRule, next_stream
-from rlstructs.envs.info_columns import InfoColumns, InfoKeys
+from rlstructs.envs.env_infos import InfoColumns, InfoKeys
+from rlstructs.envs.env_lives import EnvLives, LivesRule
+from rlstructs.envs.gym_envs import check_envs, check_new, find_observation_space
 from rlstructs.envs.observation_columns import FLAGS, RowLayout
-from rlstructs.envs.reset_options import split_options
-from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
-from rlstructs.envs.single_env import Episode, SingleEnv
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, split_options, step_pairs
 from rlstructs.envs.spaces import copy_sample, example_value, nest
-from rlstructs.envs.stepping import NO_RESULT, add_origin, explain_step_error, read_reset, reward_array
+from rlstructs.envs.stepping import (
+    NO_RESULT,
+    Episode,
+    SingleEnv,
+    add_origin,
+    explain_step_error,
+    read_reset,
+    reward_array,
+)
 from rlstructs.envs.vec_env import NO_INFO
-from rlstructs.seeding import environment_seeds
+from rlstructs.seeding import environment_seeds, next_stream
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module

@@ -14,16 +14,14 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from rlstructs.checks import other_words
 from rlstructs.envs.action_reader import Conversion, choose_conversion, keep_numpy
 from rlstructs.envs.array_values import as_numpy
+from rlstructs.envs.env_infos import InfoColumns, InfoKeys, final_infos, find_finals, has_finals, write_finals
 from rlstructs.envs.env_lives import LivesRule, RestartPolicy
-from rlstructs.envs.final_observations import find_finals, has_finals, write_finals
-from rlstructs.envs.info_columns import InfoColumns, InfoKeys, final_infos
 from rlstructs.envs.observation_columns import RowLayout
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, refuse_lives, step_pairs
 from rlstructs.envs.shared_vector.arguments import check_autoreset_mode
 from rlstructs.envs.shared_vector.env_group import ENV_FAILURE
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
-from rlstructs.envs.single_env import SingleEnv
-from rlstructs.envs.stepping import add_origin, check_step, read_reset
+from rlstructs.envs.stepping import SingleEnv, add_origin, check_step, read_reset
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds, int32_seed

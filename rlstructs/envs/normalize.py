@@ -31,7 +31,7 @@ from rlstructs.envs.row_env import (
     step_pairs,
     take_statistics,
 )
-from rlstructs.envs.single_env import SingleEnv
+from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.array_values import BatchWriter
-from rlstructs.envs.info_columns import PREFIX, InfoColumns
+from rlstructs.envs.env_infos import PREFIX, InfoColumns
 from rlstructs.envs.spaces import FEW, Leaf, example_value, list_leaves
 from rlstructs.errors import SpecError
 from rlstructs.shared.packing import Packing, Rows

@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.envs.env_lives import LivesRule
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistics, Step, refuse_lives
-from rlstructs.envs.single_env import SingleEnv
+from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.shared.packing import Packing, Rows, Target

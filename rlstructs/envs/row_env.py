@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlstructs.envs.env_lives import LivesRule
-from rlstructs.envs.single_env import SingleEnv
+from rlstructs.envs.stepping import SingleEnv
 from rlstructs.errors import SpecError, StateError
 from rlstructs.moments import Moments
 from rlstructs.shared.packing import Rows, Target
@@ -258,3 +258,15 @@ def check_running(running: np.ndarray | None) -> np.ndarray:
     if not running.size:
         raise StateError("step: every environment has ended, call reset")
     return running
+
+
+def split_options(env_info: DictTensor, n_envs: int) -> list[dict[str, Any] | None]:
+    """Turns rows of options into a dict for each environment."""
+    if not isinstance(env_info, DictTensor):
+        raise TypeError(f"env_info must be a DictTensor, got {type(env_info).__name__}")
+    if env_info.empty():
+        return [None] * n_envs
+    if env_info.n_elems() != n_envs:
+        raise SpecError(f"env_info: has {env_info.n_elems()} rows, expected {n_envs}")
+    columns = {key: tensor.tolist() for key, tensor in env_info.items()}
+    return [{key: values[k] for key, values in columns.items()} for k in range(n_envs)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.envs.info_columns import PREFIX
+from rlstructs.envs.env_infos import PREFIX
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.probe import repeat_row

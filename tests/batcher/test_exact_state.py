@@ -32,7 +32,7 @@ from rlstructs import (
     StateError,
     masked_dicttensor,
 )
-from rlstructs.envs import single_env
+from rlstructs.envs import stepping
 from rlstructs.memories.torch import RandomMemory
 
 
@@ -474,8 +474,8 @@ def test_environments_that_cannot_be_pickled(name):
 
 
 def test_an_episode_without_an_end_keeps_no_more_actions_than_can_be_played_again(monkeypatch):
-    monkeypatch.setattr(single_env, "MOST_ACTIONS", 50)
-    monkeypatch.setattr(single_env, "BLOCK", 16)
+    monkeypatch.setattr(stepping, "MOST_ACTIONS", 50)
+    monkeypatch.setattr(stepping, "BLOCK", 16)
 
     def endless():
         env = Locked()
@@ -509,8 +509,8 @@ ACTIONS = {
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_actions_that_are_packed_are_the_same_ones(name, monkeypatch):
-    monkeypatch.setattr(single_env, "BLOCK", 16)
-    packed = single_env.Actions()
+    monkeypatch.setattr(stepping, "BLOCK", 16)
+    packed = stepping.Actions()
     for action in ACTIONS[name]:
         packed.append(action)
     found = list(pickle.loads(pickle.dumps(packed)))

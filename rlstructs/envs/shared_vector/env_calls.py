@@ -13,9 +13,8 @@ from gymnasium.vector import AutoresetMode
 
 from rlstructs.checks import check_count
 from rlstructs.envs.shared_vector.arguments import RESET_MASK, check_env_ids, expand_seeds, split_options
-from rlstructs.envs.shared_vector.columns import Columns
+from rlstructs.envs.shared_vector.columns import Columns, Outcome
 from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request
-from rlstructs.envs.shared_vector.step_results import Outcome
 from rlstructs.errors import ClosedError, SpecError, StateError, WorkerTimeout
 from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt
 

@@ -14,13 +14,13 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rlstructs.envs.env_lives import EnvLives, LivesRule, RestartPolicy, close_in_time, next_stream
+from rlstructs.envs.env_lives import EnvLives, LivesRule, RestartPolicy, close_in_time
 from rlstructs.envs.shared_vector.arguments import Description, check_spaces, copy_if_taken, innermost
-from rlstructs.envs.shared_vector.columns import Columns
-from rlstructs.envs.shared_vector.step_results import Outcome
+from rlstructs.envs.shared_vector.columns import Columns, Outcome
 from rlstructs.envs.spaces import copy_sample, flatten_space, nest
 from rlstructs.envs.stepping import add_step, check_step, read_reset
 from rlstructs.errors import SpecError
+from rlstructs.seeding import next_stream
 from rlstructs.workers import failures
 
 # Attributes of a group that are views of its columns.

@@ -11,8 +11,8 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from rlstructs.envs.shared_vector.arguments import Description
+from rlstructs.envs.shared_vector.columns import pack
 from rlstructs.envs.shared_vector.env_group import EnvGroup
-from rlstructs.envs.shared_vector.step_results import pack
 from rlstructs.workers import SharedArena, pickling
 
 # A request begins with its kind, the index of a group, and the index of an environment in the group. Kinds are: step

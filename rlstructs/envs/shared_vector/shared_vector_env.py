@@ -15,17 +15,20 @@ A step takes one message to each worker and one back, however many environments 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rlstructs.checks import check_count, check_timeout, other_words
 from rlstructs.envs.env_lives import RAISE, RESTART, RestartPolicy, check_policy
+from rlstructs.envs.gym_envs import env_factory, find_env
 from rlstructs.envs.shared_vector.arguments import (
     SAME,
     Spaces,
@@ -37,12 +40,12 @@ from rlstructs.envs.shared_vector.arguments import (
     choose_worker_count,
     expand_values,
 )
+from rlstructs.envs.shared_vector.columns import merge_infos, merge_some_infos
 from rlstructs.envs.shared_vector.env_calls import CallOrder, EnvCalls, Pending
-from rlstructs.envs.shared_vector.hosts import batch_spaces, split_evenly
-from rlstructs.envs.shared_vector.step_results import merge_infos, merge_some_infos
-from rlstructs.envs.shared_vector.worker_host import WorkerOptions, start_host
+from rlstructs.envs.shared_vector.hosts import WorkerOptions, batch_spaces, split_evenly, start_host
+from rlstructs.errors import SpecError
+from rlstructs.seeding import WorkerStreams
 from rlstructs.worker_setup.setup import check_init_worker
-from rlstructs.worker_setup.streams import WorkerStreams
 from rlstructs.workers.public_names import set_module
 
 # Methods of the vectorised environment itself, which `call` refuses.
@@ -424,3 +427,63 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         except Exception:
             if self.closed or self._order.failure is not None:
                 raise
+
+
+# gymnasium's names for stepping environments in this process and in others.
+SYNC, ASYNC = "sync", "async"
+
+
+@other_words(n_processes="n_workers", n_envs="num_envs")
+def make_vec(
+    env: str | EnvSpec | Callable[..., gymnasium.Env[Any, Any]],
+    num_envs: int = 1,
+    n_workers: int | None = None,
+    *,
+    vectorization_mode: str | None = None,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] | None = None,
+    **kwargs: Any,
+) -> SharedVectorEnv:
+    """Makes equal environments, which worker processes step: `gymnasium.make_vec` for `SharedVectorEnv`.
+
+    Args:
+        env: an id or spec of gymnasium's registry, or a function that makes one environment. May be a lambda.
+        num_envs: number of environments.
+        n_workers: number of processes that share the environments; 0 steps them in this process, None for one per
+            core; there are at most as many as environments.
+        vectorization_mode: gymnasium's: "sync" is `n_workers=0`; "async" and None change nothing.
+        vector_kwargs: further arguments of `SharedVectorEnv`.
+        wrappers: are applied to each environment, in this order.
+        kwargs: further arguments of `gymnasium.make`, or of the function.
+
+    Raises:
+        SpecError, TypeError: an argument is wrong, or the id is not in the registry.
+        Exception: what the constructor of `SharedVectorEnv` raises.
+
+    Example:
+        >>> with make_vec("CartPole-v1", num_envs=4, n_workers=2) as envs:
+        ...     observations, infos = envs.reset(seed=42)
+        >>> observations.shape
+        (4, 4)
+    """
+    check_count("num_envs", num_envs)
+    mode = getattr(vectorization_mode, "value", vectorization_mode)  # a member of gymnasium's enumeration
+    if mode not in (None, SYNC, ASYNC):
+        raise SpecError(f"vectorization_mode must be {SYNC!r}, {ASYNC!r} or None, got {vectorization_mode!r}")
+    if mode == SYNC:
+        if n_workers:
+            raise SpecError(f"vectorization_mode {SYNC!r} steps in this process, n_workers is {n_workers}: give one")
+        n_workers = 0
+    make = partial(_make_one, env_factory(env, kwargs), tuple(wrappers or ()))
+    envs = SharedVectorEnv([make] * num_envs, n_workers, **(vector_kwargs or {}))
+    if isinstance(env, (str, EnvSpec)):
+        envs.spec = copy.deepcopy(gymnasium.spec(find_env(env)) if isinstance(env, str) else env)
+        envs.spec.kwargs.update(kwargs)
+    return envs
+
+
+def _make_one(make: Callable[..., Any], wrappers: Sequence[Callable[..., Any]]) -> Any:
+    env = make()
+    for wrap in wrappers:
+        env = wrap(env)
+    return env

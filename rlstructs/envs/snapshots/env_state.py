@@ -9,10 +9,10 @@ import numpy as np
 
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import RowEnv
-from rlstructs.envs.single_env import SingleEnv
 from rlstructs.envs.snapshots.methods import REPLAY, CopyError, NewEnvs, find_inner, list_methods, make_tokens
 from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
 from rlstructs.envs.snapshots.verification import Trial, verify
+from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.workers.public_names import set_module

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from rlstructs.envs.row_env import RowEnv
-from rlstructs.envs.single_env import MOST_ACTIONS, Episode, SingleEnv
 from rlstructs.envs.snapshots.adapters import find_adapter
+from rlstructs.envs.stepping import MOST_ACTIONS, Episode, SingleEnv
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import RLError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlstructs.checks import UNKNOWN
-from rlstructs.envs.info_columns import PREFIX
+from rlstructs.envs.env_infos import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns, find_array
 from rlstructs.replay.intake.arrays import find_marks, host_array

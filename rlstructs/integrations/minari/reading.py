@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.checks import check_count, check_names
-from rlstructs.envs.info_columns import PREFIX
+from rlstructs.envs.env_infos import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns, check_rows
 from rlstructs.integrations.minari.episodes import STEPS, Arrays

@@ -22,8 +22,8 @@ from minari.namespace import create_namespace, list_local_namespaces
 from minari.storage.datasets_root_dir import get_dataset_path
 from minari.utils import _generate_dataset_metadata
 
-from rlstructs.envs.info_columns import PREFIX
-from rlstructs.envs.registry import env_factory, find_env
+from rlstructs.envs.env_infos import PREFIX
+from rlstructs.envs.gym_envs import env_factory, find_env
 from rlstructs.errors import SpecError
 from rlstructs.integrations.minari.columns import SpaceColumns
 from rlstructs.integrations.minari.episodes import STEPS, Episode, EpisodeJoiner

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from rlstructs.checks import other_words
-from rlstructs.envs.info_columns import PREFIX, InfoColumns, InfoKeys
+from rlstructs.envs.env_infos import PREFIX, InfoColumns, InfoKeys
 from rlstructs.envs.observation_columns import ObservationRows, RowLayout
-from rlstructs.envs.reset_options import split_options
-from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, step_pairs
-from rlstructs.envs.single_env import SingleEnv
+from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, split_options, step_pairs
 from rlstructs.envs.spaces import example_value, nest
-from rlstructs.envs.stepping import reward_array
+from rlstructs.envs.stepping import SingleEnv, reward_array
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
 from rlstructs.integrations.pettingzoo.agents import AgentGroup, Shown, make_environments, read_agents, read_spaces

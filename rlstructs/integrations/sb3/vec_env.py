@@ -20,8 +20,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from stable_baselines3.common.vec_env import VecEnv
 
+from rlstructs.envs.shared_vector.columns import split_infos
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
-from rlstructs.envs.shared_vector.step_results import split_infos
 from rlstructs.integrations import env_functions
 from rlstructs.workers.public_names import set_module
 

@@ -14,8 +14,8 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from tianshou.env import BaseVectorEnv
 
 from rlstructs.envs.shared_vector.arguments import check_env_ids, expand_seeds
+from rlstructs.envs.shared_vector.columns import split_infos
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
-from rlstructs.envs.shared_vector.step_results import split_infos
 from rlstructs.errors import SpecError
 from rlstructs.integrations import env_functions
 from rlstructs.workers.public_names import set_module
