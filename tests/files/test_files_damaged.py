@@ -27,6 +27,7 @@ from rlstructs.errors import OutOfMemoryError
 from rlstructs.files import archives, layout, opening
 from rlstructs.files import pickled as pickles
 from rlstructs.memories.torch import RandomMemory
+from rlstructs.replay import ReplayBuffer
 from rlstructs.replay.keep import saving
 
 HERE = Path(__file__).parents[1]
@@ -253,6 +254,22 @@ def test_a_csv_file_of_more_columns_than_there_is_memory_changes_nothing(tmp_pat
         with pytest.raises(OutOfMemoryError, match=r"csv: 232 bytes are needed, 64 are available$"):
             memory.load(path)
     assert memory.get_tensor_names() == []
+
+
+def test_a_compressed_file_whose_texts_need_more_memory_than_there_is_changes_nothing(tmp_path):
+    path, buffer = tmp_path / "x.h5", ReplayBuffer(4)
+    row = {"obs": 1.0, "act": 1, "rew": 1.0, "terminated": False, "truncated": False}
+    buffer.add({**row, "info": {"x": "text"}})
+    arrays, dtypes, state = saving.contents(buffer)
+    bomb = np.zeros(2**24, np.uint8)  # some kilobytes in the file
+    layout.write(path, "ReplayBuffer", {**arrays, "objects/info/x": bomb}, dtypes, state, compression="gzip")
+    assert path.stat().st_size < 2**20
+    target = ReplayBuffer(4)
+    target.add({**row, "obs": 2.0, "info": {"x": "of the target"}})
+    with mock.patch.object(saving, "available_bytes", lambda: 2**20):
+        with pytest.raises(OutOfMemoryError, match=r"x\.h5: 16,[\d,]+ bytes are needed, 1,048,576 are available$"):
+            target.load(path)
+    assert target[:].obs.tolist() == [2.0] and target[:].info.x.tolist() == ["of the target"]
 
 
 # --- a full disk --------------------------------------------------------------------------------------

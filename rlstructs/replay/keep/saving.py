@@ -275,9 +275,10 @@ def _restorer(
     columns = storage.columns
     fresh = {} if columns.specs else linked
     will_link = {name: source for name, source in fresh.items() if buffer._intake.can_link(name, specs)}
-    objects = {name: arrays.read(OBJECTS + name) for name, spec in specs.items() if spec.dtype == OBJECT}
     n_bytes = n_bytes_beside + count_bytes(storage, specs, will_link, arrays, (capacity, n_slots))
-    require_room(path, n_bytes + sum(map(object_files.nbytes_of, objects.values())), columns)
+    require_room(path, n_bytes, columns)
+    objects = {name: arrays.read(OBJECTS + name) for name, spec in specs.items() if spec.dtype == OBJECT}
+    require_room(path, sum(map(object_files.nbytes_of, objects.values())), columns)
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
     counters = arrays.read(RING, np.int64, (N_COUNTERS, n_lanes))
