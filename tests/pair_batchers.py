@@ -150,7 +150,7 @@ def content(memory):
     found = {}
     for number, owner in enumerate([memory, *getattr(memory, "_inner", dict)().values()]):
         store = owner._storage
-        rows = store.span().every_row()
+        rows = store.view().every_row()
         names = sorted(name for name in store.columns.specs if name != "policy_version")
         values = store.gather(names, rows)
         columns = {name: np.asarray(store.columns.host(name, each)) for name, each in zip(names, values, strict=True)}

@@ -41,7 +41,7 @@ def digest(*arrays):
 def digest_memory(memory):
     """Checksums of the rows that are there, and of the priorities."""
     storage = memory._storage
-    rows = storage.span().every_row()
+    rows = storage.view().every_row()
     found = digest(*storage.gather(sorted(storage.columns.specs), rows), storage.ring.counters)
     priorities = getattr(memory, "_priorities", None)
     return found, "" if priorities is None else digest(priorities.tree.values[rows])

@@ -66,7 +66,7 @@ class Surface:
         """The first number of each row in a column, in a list for each episode, sorted."""
         found: list[list[float]] = []
         for store in self.stores(made):
-            rows = store.span().by_lane(1)[0]
+            rows = store.view().by_lane(1)[0]
             if not rows.size:
                 continue
             lanes = store.columns.lanes(rows)

@@ -15,18 +15,32 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import gymnasium
+import numpy as np
+import torch
 from clusters import ray_cluster
 
 import rlstructs
 from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher
+from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
+from rlstructs.replay import (
+    ChunkReplayBuffer,
+    DictTensorReplayBuffer,
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+)
 
 ROOT = Path(rlstructs.__file__).parent.parent
 FOLDER, LINK = f"{ROOT}/rlstructs/", "rlstructs/workers/"  # the link leads to `workers/`
 PAUSE = 1.0  # seconds in which the workers finish: a trainer that waits would poll more or less often
+ROWS = 64  # of the memories
 
 
 class Walk:
@@ -83,20 +97,80 @@ def walk_of(batcher, method):
     batcher.get()
     batcher.execute()
     time.sleep(PAUSE)
-    walk = Walk()
-    sys.setprofile(walk)
-    try:
-        found = getattr(batcher, method)()
-    finally:
-        sys.setprofile(None)
+    handed_out = []
+    walk = walk_through(lambda: handed_out.append(getattr(batcher, method)()))
     if method == "lease":
-        found.release()
+        handed_out[0].release()
     return walk
 
 
 def ray_walk():
     with ray_cluster(1), RayBatcher(**arguments(), n_nodes=1) as batcher:
         return walk_of(batcher, "get")
+
+
+def skrl(is_prioritized):
+    memory = (PrioritizedMemory if is_prioritized else RandomMemory)(memory_size=ROWS)
+    rows = {
+        "states": torch.zeros(1, 3),
+        "rewards": torch.zeros(1, 1),
+        "terminated": torch.zeros(1, 1, dtype=torch.bool),
+    }
+    for name, value in rows.items():
+        memory.create_tensor(name, value.shape[1], value.dtype)
+    for _ in range(ROWS):
+        memory.add_samples(**rows)
+    return memory, lambda: memory.sample(["states", "rewards"], 8)
+
+
+def rlberry(is_prioritized):
+    buffer = ChunkReplayBuffer(ROWS, 0, enable_prioritized=is_prioritized)
+    buffer.setup_entry("observations", np.float32)
+    buffer.setup_entry("rewards", np.float32)
+    for _ in range(ROWS):
+        buffer.append({"observations": np.zeros(3), "rewards": 0.0})
+    return buffer, lambda: buffer.sample(8, 2)
+
+
+def tianshou(is_prioritized):
+    buffer = PrioritizedReplayBuffer(ROWS, 0.6, 0.4) if is_prioritized else ReplayBuffer(ROWS)
+    row = {"obs": np.zeros(3), "act": 0, "rew": 0.0, "terminated": False, "truncated": False, "obs_next": np.zeros(3)}
+    for _ in range(ROWS):
+        buffer.add(row)
+    return buffer, lambda: buffer.sample(8)
+
+
+def torchrl(is_prioritized):
+    sampler = PrioritizedSampler() if is_prioritized else RandomSampler()
+    buffer = DictTensorReplayBuffer(storage=LazyTensorStorage(ROWS), sampler=sampler, batch_size=8)
+    buffer.extend(
+        {"obs": torch.zeros(ROWS, 3), "reward": torch.zeros(ROWS), "done": torch.zeros(ROWS, dtype=torch.bool)}
+    )
+    return buffer, lambda: buffer.sample()
+
+
+def replay_walks():
+    """The walks of the second draw from full memories, and of loading ones with priorities."""
+    for surface in (skrl, rlberry, tianshou, torchrl):
+        _, sample = surface(is_prioritized=False)
+        sample()
+        yield f"sample of {surface.__name__}", walk_through(sample)
+    with tempfile.TemporaryDirectory() as folder:
+        for surface in (skrl, rlberry, tianshou, torchrl):
+            path = Path(folder) / f"{surface.__name__}.npz"
+            surface(is_prioritized=True)[0].save(path)
+            loaded, _ = surface(is_prioritized=True)
+            yield f"load of {surface.__name__}", walk_through(lambda load=loaded.load, path=path: load(path))
+
+
+def walk_through(call):
+    walk = Walk()
+    sys.setprofile(walk)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return walk
 
 
 def walks():
@@ -107,7 +181,7 @@ def walks():
             found[f"RL_Batcher.{method}"] = walk_of(batcher, method)
     if importlib.util.find_spec("ray") is not None:
         found["RayBatcher.get"] = ray_walk()
-    return found
+    return found | dict(replay_walks())
 
 
 def main():

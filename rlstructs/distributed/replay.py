@@ -29,7 +29,7 @@ from rlstructs.distributed.node_handle import Bell, Node
 from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.shard import DATA, INDEX, LEAF, ROW, Dtypes, Kind, ShardSettings, columns_of
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError
-from rlstructs.replay.draw.expand import AVOID_ENDS
+from rlstructs.replay.draw.plan import AVOID_ENDS
 from rlstructs.replay.draw.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.intake.arrays import host_array, real_numbers
 from rlstructs.replay.intake.trajectories import NAMES, STATES, Names, Steps, find_names, take_trajectories

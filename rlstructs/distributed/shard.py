@@ -15,9 +15,8 @@ import torch
 from rlstructs.distributed.actor import Columns
 from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
-from rlstructs.replay.draw import expand
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.trajectories import STATES, Steps
-from rlstructs.replay.rows.span import Span
 from rlstructs.structures.arrays import raw_of, tensor_of
 
 # The columns that describe drawn rows.
@@ -102,26 +101,25 @@ class ShardMemory(PrioritizedMemory):
         Returns:
             For each kind the sum over the rows that a draw may begin with; and the smallest power of all rows.
         """
-        self._priorities.follow(self._storage.span())
+        self._priorities.follow(self._storage.view())
         tree = self._priorities.tree
         return {ROW: float(tree.total), **{kind: self._sum(*kind) for kind in kinds}}, float(tree.minimum)
 
     def _sum(self, length: int, is_whole: bool) -> float:
         """Sums up the priorities of rows that a draw of this kind may begin with."""
         store, tree = self._storage, self._priorities.tree
-        span = store.span(length)
+        view = store.view(length)
         if is_whole and store.episodes is not None:
-            return float(tree.values[self._find_whole(span)].sum())
+            return float(tree.values[self._find_whole(view)].sum())
         # Only the last rows of each environment, which are few, cannot begin a draw.
-        total = float(tree.total) - float(tree.values[store.span().newer(span.high)].sum())
-        return total if total > EXACT * tree.total else float(tree.values[span.every_row()].sum())
+        total = float(tree.total) - float(tree.values[store.view().newer(view.high)].sum())
+        return total if total > EXACT * tree.total else float(tree.values[view.every_row()].sum())
 
-    def _find_whole(self, span: Span) -> np.ndarray:
-        """The ids of rows that begin a window of the span's length in one episode; kept until the next write."""
-        if self._found is None or self._found[:2] != (span.length, span.snapshot):
-            every, episodes = span.every_row(), self._storage.episodes
-            assert episodes is not None
-            self._found = (span.length, span.snapshot, every[expand.fits(episodes, every, span.length)])
+    def _find_whole(self, view: View) -> np.ndarray:
+        """The ids of rows that begin a window of the view's length in one episode; kept until the next write."""
+        if self._found is None or self._found[:2] != (view.length, view.snapshot):
+            every = view.every_row()
+            self._found = (view.length, view.snapshot, every[view.remaining(every) >= view.length])
         return self._found[2]
 
     @property
@@ -145,7 +143,7 @@ class ShardMemory(PrioritizedMemory):
             known[IS_FIRST] = self.get_sampling_is_first()
         rows = self.get_sampling_indexes().numpy()
         # A row's index grows by the number of rows each time that it is overwritten.
-        index = rows + self._storage.span().steps(rows) // self.memory_size * self._storage.columns.n_rows
+        index = rows + self._storage.view().steps(rows) // self.memory_size * self._storage.columns.n_rows
         return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
 
     def update_sampled(self, index: np.ndarray, priorities: np.ndarray) -> None:
@@ -155,13 +153,13 @@ class ShardMemory(PrioritizedMemory):
             IndexError: an index is of a row that was not written yet.
         """
         turns, rows = np.divmod(index, self._storage.columns.n_rows)
-        span = self._storage.span()
-        steps = span.steps(rows)
+        view = self._storage.view()
+        steps = view.steps(rows)
         found = steps // self.memory_size
         if (turns > found).any() or (steps < 0).any():
             raise IndexError("update_priorities: an index is not from a sample")
-        held = (turns == found) & span.holds(rows, steps)
-        self._priorities.update(span, rows[held], priorities[held], is_last=True)
+        held = (turns == found) & view.holds(rows, steps)
+        self._priorities.update(view, rows[held], priorities[held], is_last=True)
 
 
 class Shard:

@@ -19,11 +19,11 @@ from rlstructs.files import json_text, layout
 from rlstructs.files.archives import checksum
 from rlstructs.files.opening import name_damage, open_file, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import BOOKKEEPING, KIND, RING_NAME, RowsReader, check_sizes, check_tensors
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import to_bits
 from rlstructs.replay.keep import saving
 from rlstructs.replay.keep.checks import check_counters
 from rlstructs.replay.rows.columns import Spec
-from rlstructs.replay.rows.span import Span
 
 if TYPE_CHECKING:
     from rlstructs.memories.memory import Memory
@@ -42,7 +42,7 @@ def save(memory: Memory, path: Path) -> None:
     """Writes the valid rows to a .csv, and everything else to a .json of the same name."""
     tensors, names = memory._tensors, memory.get_tensor_names()
     arrays, _, saved = saving.contents(memory)
-    rows = _list_rows(tensors.storage.span())
+    rows = _list_rows(tensors.storage.view())
     more = {name: arrays[name].tolist() for name in BOOKKEEPING if name in arrays}
     format_of = {"format": layout.FORMAT, "version": layout.VERSION, "class": KIND}
     with layout.replace_file(path) as temporary, layout.replace_file(path.with_suffix(".json")) as beside:
@@ -59,9 +59,9 @@ def save(memory: Memory, path: Path) -> None:
             file.write(json.dumps(state | {CHECKSUM: _checksum_of(state)}))
 
 
-def _list_rows(span: Span) -> np.ndarray:
+def _list_rows(view: View) -> np.ndarray:
     """The valid rows by flat index, as skrl writes them."""
-    return np.sort(span.every_row())
+    return np.sort(view.every_row())
 
 
 def _checksum_of_lines(path: Path) -> int:
@@ -105,8 +105,8 @@ def load(memory: Memory, path: Path) -> None:
         tensors, num_envs, memory_size = memory._tensors, memory.num_envs, memory.memory_size
         check_sizes(tensors, path, state)
         specs = check_tensors(tensors, path, state["tensors"])
-        span = Span(check_counters(more[RING_NAME], num_envs, memory_size), tensors.storage.columns)
-        rows = _list_rows(span) if state.get(ORDER) == STORED else span.by_step()  # older files are by time
+        view = View(check_counters(more[RING_NAME], num_envs, memory_size), tensors.storage.columns)
+        rows = _list_rows(view) if state.get(ORDER) == STORED else view.by_step()  # older files are by time
         values = _read_tensors(path, nbytes, {name: specs[name] for name in sorted(specs)}, len(rows))
         header = {"class": KIND, "arrays": [*specs, *more], "state": state}
         restore = saving.restorer(memory, path, RowsReader(tensors, specs, rows, values, more), header)

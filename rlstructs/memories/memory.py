@@ -19,10 +19,10 @@ from rlstructs.memories.restoring import MemoryForm
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.buffer import Stored
 from rlstructs.replay.draw.streams import Stream
+from rlstructs.replay.draw.view import find_starts
 from rlstructs.replay.intake.arrays import generator_of, row_ids
 from rlstructs.replay.intake.trajectories import take_trajectories
 from rlstructs.replay.keep.checks import plain_state
-from rlstructs.replay.rows.span import find_starts
 
 
 class Memory(Stored, ABC):
@@ -77,7 +77,7 @@ class Memory(Stored, ABC):
 
     def __len__(self) -> int:
         """Number of valid rows, over all environments."""
-        return int(self._storage.span().total)
+        return int(self._storage.view().total)
 
     @property
     def device(self) -> Any:

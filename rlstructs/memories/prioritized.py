@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.memories.sampling import Fits, RandomMemory
-from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.memories.sampling import RandomMemory
+from rlstructs.replay.draw.plan import Picker, Selection
+from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.keep.checks import Claims, whole
-from rlstructs.replay.rows.span import Selection, Span
 
 
 class PrioritizedMemory(RandomMemory):
@@ -72,7 +72,7 @@ class PrioritizedMemory(RandomMemory):
 
     def get_sampling_weights(self) -> Any:
         """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
-        leaves = self._last_selection().fields["leaves"]
+        leaves = self._last_selection().fields[LEAVES]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
         return self._tensors.hand_over_one(importance_weights(leaves, smallest, self._beta))
 
@@ -114,13 +114,13 @@ class PrioritizedMemory(RandomMemory):
 
         return restore
 
-    def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        rows, leaves = self._priorities.draw_rows(span, n, self._rng, fits)
-        self._smallest = self._priorities.tree.minimum
-        return rows, {"leaves": leaves}
+    @property
+    def _picker(self) -> Picker:
+        return self._priorities
 
     def _select(self, n: int, length: int, ends: str) -> Selection:
         with self._priorities.lock:
             picked = super()._select(n, length, ends)
-            self._priorities.drawn.remember(picked.span, picked.rows)
+            self._smallest = self._priorities.tree.minimum
+            self._priorities.drawn.remember(picked.view, picked.rows)
         return picked

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,13 @@ import numpy as np
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
-from rlstructs.replay.draw import expand
-from rlstructs.replay.draw.expand import EPISODE_ENDS
+from rlstructs.replay.draw.plan import CROSS_ENDS, EPISODE_ENDS, Picker, Selection, Uniform, Windows
 from rlstructs.replay.draw.reading import Reading
-from rlstructs.replay.rows.span import Selection, Span, Uniform, draw_fitting
 from rlstructs.replay.rows.store import Storage
-
-# Returns which of these rows a window may begin with, bool.
-Fits = Callable[[np.ndarray], np.ndarray]
-# Draws the first rows of n windows of a span; returns them and more fields of the selection.
-Draw = Callable[[Span, int, "Fits | None"], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 NO_NAME = ""  # no tensor has it
 # The settings of nearly every draw, which need no check.
-USUAL = (1, 1, 0.99, expand.CROSS_ENDS)
+USUAL = (1, 1, 0.99, CROSS_ENDS)
 NO_ENDS_ERROR = "no tensor 'terminated' or 'truncated' says where episodes end"
 
 
@@ -110,9 +102,7 @@ class RandomMemory(memory.Memory):
 
     def get_sampling_mask(self) -> Any:
         """A mask of the valid sampled rows, bool, in the order of `get_sampling_indexes`."""
-        picked = self._last_selection()
-        mask = picked.fields.get("mask", np.ones(len(picked.rows), bool))
-        return self._tensors.hand_over_one(mask.flatten())
+        return self._tensors.hand_over_one(self._last_selection().fields["mask"].flatten())
 
     def get_sampling_is_first(self) -> Any:
         """A mask of the sampled rows that begin an episode, bool, in the same order."""
@@ -131,12 +121,12 @@ class RandomMemory(memory.Memory):
             raise StateError("call sample first")
         return self._last
 
-    def _select(self, n: int, length: int, ends: str) -> Selection:
-        return _draw_windows(self._storage, self._draw_anchors, n, length, ends)
+    @property
+    def _picker(self) -> Picker:
+        return self._uniform
 
-    def _draw_anchors(self, span: Span, n: int, fits: Fits | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Draws the first rows of `n` windows that fit; returns them and more fields of the selection."""
-        return _draw_uniformly(self._uniform, self._rng, span, n, fits), {}
+    def _select(self, n: int, length: int, ends: str) -> Selection:
+        return Windows(length, ends).select(self._storage, self._picker, n, self._stream.generator)
 
 
 def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
@@ -148,43 +138,9 @@ def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: fl
     check_gamma(gamma)
     if episode_ends not in EPISODE_ENDS:
         raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
-    if (episode_ends != expand.CROSS_ENDS or n_step > 1) and storage.episodes is None:
+    if (episode_ends != CROSS_ENDS or n_step > 1) and storage.episodes is None:
         raise StateError(NO_ENDS_ERROR)
     return length
-
-
-def _draw_uniformly(uniform: Uniform, rng: np.random.Generator, span: Span, n: int, fits: Fits | None) -> np.ndarray:
-    """Draws the first rows of `n` windows that fit; without replacement there may be fewer."""
-    if fits is None:
-        return uniform.draw(span, n, rng)
-    if uniform.replacement is not False:
-        return draw_fitting(lambda k: uniform.draw(span, k, rng), fits, n, rng.choice, span)
-    rows = span.every_row()
-    rows = rows[fits(rows)]
-    if not rows.size:
-        raise SpecError("nothing to sample: no window of this length is stored")
-    return np.asarray(rng.choice(rows, min(n, rows.size), replace=False))
-
-
-def _draw_windows(storage: Storage, draw: Draw, n: int, length: int, ends: str) -> Selection:
-    """Draws `n` windows of `length` rows, treating the ends of episodes as `ends` says."""
-    span, episodes = storage.span(length), storage.episodes
-    fits = None
-    if ends == expand.AVOID_ENDS and episodes is not None:
-        fits = partial(expand.fits, episodes, length=length)
-    anchors, fields = draw(span, n, fits)
-    if length == 1:
-        if episodes is not None:
-            fields["is_first"] = episodes.begin(anchors)
-        return Selection(anchors[:, None], span, fields)
-    if ends == expand.MASK_ENDS and episodes is not None:
-        window = expand.padded(span, episodes, anchors, length)
-    else:
-        window = expand.chunk(span, episodes, anchors, length)
-    fields["mask"] = window.mask
-    if episodes is not None:
-        fields["is_first"] = window.is_first
-    return Selection(window.rows, span, fields)
 
 
 def _read_windows(storage: Storage, picked: Selection, names: Sequence[str], n_step: int, gamma: float) -> list[Any]:
@@ -192,5 +148,5 @@ def _read_windows(storage: Storage, picked: Selection, names: Sequence[str], n_s
     rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
     if n_step == 1:
         return storage.columns.gather(names, rows)
-    found = Reading(n_step, gamma).read(storage, picked.span, names, rows, discount=NO_NAME)
+    found = Reading(n_step, gamma).read(storage, picked.view, names, rows, discount=NO_NAME)
     return [found[name] for name in (*names, NO_NAME)]

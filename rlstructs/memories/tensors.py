@@ -19,6 +19,7 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
+from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
 from rlstructs.replay.intake.trajectories import add_version, find_names
@@ -26,7 +27,6 @@ from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
 from rlstructs.replay.rows.lanes import EXPOSED, SLOT
 from rlstructs.replay.rows.on_device import TensorColumns
-from rlstructs.replay.rows.span import Selection
 from rlstructs.replay.rows.store import Storage
 
 LOG = logging.getLogger("rlstructs")
@@ -75,7 +75,7 @@ class Tensors:
         self._unmissed: set[str] = set()  # names of no tensor that need no warning, or have had it
         self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
         self._available: int | None = None  # bytes, when the first of the planned tensors was
-        self._cursor: tuple[Any, Cursor] | None = None  # the last one, and the span of rows at that time
+        self._cursor: tuple[Any, Cursor] | None = None  # the last one, and the view of rows at that time
         self._live: dict[tuple[str, bool], tuple[Any, Any]] = {}  # arrays that programs got, and the columns below them
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
@@ -288,14 +288,14 @@ class Tensors:
         storage, columns = self.allocate(), self.storage.columns
 
         def list_rows() -> np.ndarray:
-            return span.by_lane(1)[0] if by_lane else span.by_step()
+            return view.by_lane(1)[0] if by_lane else view.by_step()
 
         with storage.lock:
-            steps = (span := storage.span()).steps_of_all
+            steps = (view := storage.view()).steps_of_all
             # Lanes are nearly always in step.
             arrays = columns.copy_steps(names, *steps, by_lane) if steps else columns.gather(names, list_rows())
-            is_current = storage.is_current(span)  # as nearly always
-            stale = None if is_current else storage.find_overwritten(Selection(list_rows()[:, None], span))
+            is_current = storage.is_current(view)  # as nearly always
+            stale = None if is_current else storage.find_overwritten(Selection(list_rows()[:, None], view))
         if stale is not None:
             arrays = [array[~stale] for array in arrays]
         if not by_lane:
@@ -348,13 +348,13 @@ class Tensors:
 
     def find_cursor(self) -> Cursor:
         """Finds where the next row is written."""
-        span = self.storage.span()
-        if self._cursor is not None and self._cursor[0] is span:
+        view = self.storage.view()
+        if self._cursor is not None and self._cursor[0] is view:
             return self._cursor[1]
         ring, (memory_size, _) = self.storage.ring, self.lead
         low, high = int(ring.head.min()), int(ring.head.max())
         row, env = (high, 0) if high - low > 1 else (low, int((ring.head > low).sum()))
-        self._cursor = span, Cursor(bool(ring.is_full().all()), row % memory_size, env)
+        self._cursor = view, Cursor(bool(ring.is_full().all()), row % memory_size, env)
         return self._cursor[1]
 
     def set_cursor(self, **changes: Any) -> None:

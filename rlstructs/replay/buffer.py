@@ -10,6 +10,7 @@ import numpy as np
 
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.draw.streams import Stream
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.intake import Intake
 from rlstructs.replay.keep import saving
@@ -18,7 +19,6 @@ from rlstructs.replay.keep.saving import Form
 from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.columns import Columns, Spec
 from rlstructs.replay.rows.copies import CopiedWhole
-from rlstructs.replay.rows.span import Span
 from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 
@@ -49,7 +49,7 @@ class Stored(CopiedWhole):
 
     @_rng.setter
     def _rng(self, generator: np.random.Generator) -> None:
-        self._stream.generator = generator
+        self._stream.restart(generator)
 
     def _locks(self) -> Sequence[Any]:
         return [each._storage.lock for each in (self, *self._inner().values())]
@@ -133,8 +133,8 @@ class Buffer(Stored):
     def _specs(self) -> dict[str, Spec]:
         return self._storage.columns.specs
 
-    def _span(self) -> Span:
-        return self._storage.span()
+    def _view(self) -> View:
+        return self._storage.view()
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
         """Converts private arrays to a batch of this buffer's framework."""

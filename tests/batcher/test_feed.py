@@ -54,7 +54,7 @@ def memory_of(n=2, size=CAPACITY, cls=RandomMemory, **settings):
 
 def contents(storage):
     """The counters, the rows of every column and the episodes of a store."""
-    columns, rows = storage.columns, np.sort(storage.span().every_row())
+    columns, rows = storage.columns, np.sort(storage.view().every_row())
     found = dict(zip(sorted(columns.specs), columns.gather(sorted(columns.specs), rows), strict=True))
     found |= {"rows": rows, "heads": storage.ring.head.copy(), "times": storage.episodes.times(rows)}
     return found | {"ends": storage.episodes.end(rows), "remaining": storage.episodes.remaining(rows)}
@@ -99,7 +99,7 @@ def test_where_workers_cannot_write_the_trainer_adds_what_it_hands_out(make, cou
             other.add_trajectories(counts.get()[0])
             assert_equal(contents(fed._storage), contents(other._storage), {"policy_version"})
     stores = [fed._storage, *([fed.main_buffer._storage] if isinstance(fed, CachedReplayBuffer) else [])]
-    found = np.concatenate([store.gather(["policy_version"], store.span().every_row())[0] for store in stores])
+    found = np.concatenate([store.gather(["policy_version"], store.view().every_row())[0] for store in stores])
     assert len(fed) == 3 * 2 * T and (found == counts.policy_version).all()
 
 
@@ -423,7 +423,7 @@ def test_rows_that_a_writer_had_only_announced_are_not_drawn_and_the_next_one_wr
     assert len(memory) == 2 * CAPACITY - T
     memory.sample(["rewards"], 256)
     rows = memory.get_sampling_indexes().numpy()
-    assert (memory._storage.span().steps(rows) >= ring.oldest()[rows % 2]).all()
+    assert (memory._storage.view().steps(rows) >= ring.oldest()[rows % 2]).all()
     counts.execute()
     counts.wait()
     assert len(memory) == 2 * CAPACITY and (ring.reserved == ring.head).all()

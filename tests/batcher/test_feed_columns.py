@@ -139,7 +139,7 @@ def test_rollouts_added_to_a_memory_that_was_fed_have_their_policy_version_too(m
             batcher.wait() if version % 2 == 0 else memory.add_trajectories(batcher.get()[0])
             batcher.update({})
     store = memory._storage
-    [versions] = store.gather([POLICY_VERSION], np.sort(store.span().every_row()))
+    [versions] = store.gather([POLICY_VERSION], np.sort(store.view().every_row()))
     assert np.unique(versions, return_counts=True)[1].tolist() == [6 * N_LANES] * 4
 
 

@@ -69,7 +69,7 @@ def collect(batcher):
 
 def episodes(store, lane=0, column="rewards"):
     """The numbers in the rows of a lane, in a list for each episode."""
-    rows = store.span().by_lane(1)[0]
+    rows = store.view().by_lane(1)[0]
     rows = rows[store.columns.lanes(rows) == lane]
     found: list[list[int]] = []
     for value, begins in zip(store.gather([column], rows)[0].reshape(-1).tolist(), store.episodes.begin(rows),
@@ -119,7 +119,7 @@ def test_rows_that_do_not_follow_begin_an_episode_and_others_go_on(surface, is_f
         assert found == [steps(1, 10)] * N_LANES + [steps(16, 20)] * N_LANES + [steps(26, 30)] * N_LANES
     for store in surface.stores(memory):
         for name in [name for name in store.columns.specs if name.rpartition("/")[2] in ("terminated", "truncated")]:
-            assert not store.columns.host(name, store.gather([name], store.span().every_row())[0]).any()
+            assert not store.columns.host(name, store.gather([name], store.view().every_row())[0]).any()
 
 
 def test_sequences_and_n_step_windows_of_memories_stop_at_a_gap():

@@ -126,8 +126,8 @@ class PrioritizedMemories(Memories):
     def priorities(memory):
         """The number of each row, and its priority to the power of alpha."""
         [[numbers]], tree = memory.sample_all(["a"]), memory._priorities
-        tree.follow(memory._storage.span())
-        rows = memory._storage.span().by_step()
+        tree.follow(memory._storage.view())
+        rows = memory._storage.view().by_step()
         return host(numbers).ravel(), tree.tree.values[rows]
 
 
@@ -169,9 +169,9 @@ class PrioritizedChunks(PrioritizedTianshous):
 
     @staticmethod
     def priorities(buffer):
-        rows = buffer._storage.span().every_row()
+        rows = buffer._storage.view().every_row()
         [numbers] = buffer._storage.gather(["a"], rows)
-        buffer._priorities.follow(buffer._span())
+        buffer._priorities.follow(buffer._view())
         return numbers, buffer._priorities.tree.values[rows]
 
 

@@ -322,7 +322,7 @@ def test_csv_files_in_the_order_of_time_of_earlier_versions_are_loaded(kind, tmp
     memory = make(kind, 3, 2, ["a"])
     for t in range(4):
         add(memory, kind, a=[[t], [t + 10]])
-    monkeypatch.setattr(csv_files, "_list_rows", lambda span: span.by_step())
+    monkeypatch.setattr(csv_files, "_list_rows", lambda view: view.by_step())
     monkeypatch.setattr(csv_files, "STORED", "by time")
     path = memory.save(tmp_path / "x.csv")
     monkeypatch.undo()

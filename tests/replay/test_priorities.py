@@ -54,7 +54,7 @@ class Surface:
     def leaves(self, made):
         """The priorities of all rows to the power of alpha."""
         storage, priorities = self.parts(made)
-        priorities.follow(storage.span())
+        priorities.follow(storage.view())
         return priorities.tree.values[:CAPACITY].copy()
 
 

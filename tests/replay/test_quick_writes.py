@@ -132,7 +132,7 @@ def add_slowly(surface, made, row):
 def content(made):
     """All that a store holds: counters, rows and episodes."""
     storage = made._storage
-    rows = storage.span().by_lane(1)[0]
+    rows = storage.view().by_lane(1)[0]
     found = {name: storage.gather([name], rows)[0].tolist() for name in sorted(storage.columns.specs)}
     episodes = storage.episodes.times(rows).tolist(), storage.episodes.remaining(rows).tolist()
     return storage.ring.counters.tolist(), found, episodes
@@ -196,7 +196,7 @@ def test_episodes_that_end_in_many_lanes_at_once_have_their_lengths():
         by_slot = np.zeros((n_lanes, 7), bool)
         by_slot[:, np.arange(23, 30) % 7] = ends[23:].T
         slow.rebuild(by_slot)
-        rows = storage.span().every_row()
+        rows = storage.view().every_row()
         # What remains of an episode; its first steps may have been overwritten.
         assert storage.episodes.remaining(rows).tolist() == slow.remaining(rows).tolist()
         assert storage.episodes.end(rows).tolist() == slow.end(rows).tolist()
@@ -293,7 +293,7 @@ def test_another_process_may_change_episodes_of_a_shared_memory(change):
         other._storage.end_episodes()
     memory.add_samples(**row)
     storage = memory._storage
-    times = storage.episodes.times(storage.span().by_lane(1)[0]).reshape(2, 4)
+    times = storage.episodes.times(storage.view().by_lane(1)[0]).reshape(2, 4)
     assert times[:, 3].tolist() == [0, 0]
 
 

@@ -428,7 +428,7 @@ def test_one_lane_of_a_store_is_cleared_and_the_others_stay():
     assert episodes.end().tolist() == [True, False, False, False] * 3
     assert episodes.end(np.array([4, 5])).tolist() == [True, False]
     storage.clear(np.array([1]))
-    assert storage.span().every_row().tolist() == [2, 3, 0, 1, 10, 11, 8, 9]
+    assert storage.view().every_row().tolist() == [2, 3, 0, 1, 10, 11, 8, 9]
     storage.write({"x": np.array([[7]])}, np.array([1]), done=np.zeros((1, 1), bool))
-    assert storage.span().has(np.arange(12)).tolist() == [True] * 5 + [False] * 3 + [True] * 4
+    assert storage.view().has(np.arange(12)).tolist() == [True] * 5 + [False] * 3 + [True] * 4
     assert episodes.times(np.array([4])).tolist() == [0] and episodes.open_lengths(slice(None)).tolist() == [1, 1, 1]

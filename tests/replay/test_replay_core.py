@@ -19,16 +19,15 @@ from hypothesis import strategies as st
 import rlstructs.replay
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
-from rlstructs.replay.draw import expand
 from rlstructs.replay.draw.drawn_rows import DrawnRows
-from rlstructs.replay.draw.view import Snapshot
+from rlstructs.replay.draw.plan import AVOID_ENDS, MASK_ENDS, Selection, Uniform, Windows, draw_fitting
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.rows import columns
 from rlstructs.replay.rows import lanes as ring
 from rlstructs.replay.rows.backing import Folder, Heap, Shared, SharedBlock
 from rlstructs.replay.rows.columns import Columns, Spec
 from rlstructs.replay.rows.episodes import LENGTH, NO_END, TIME, Episodes
 from rlstructs.replay.rows.lanes import N_COUNTERS, Ring, RowIds
-from rlstructs.replay.rows.span import Selection, Span, Uniform, draw_fitting
 from rlstructs.replay.rows.store import ALL, Storage
 
 ORDERS = ["lane", "slot"]
@@ -68,8 +67,8 @@ def block(values):
 
 def contents(storage):
     """What each lane holds of "x", from the oldest row to the newest."""
-    span = storage.span()
-    steps = [np.arange(low, high) for low, high in zip(span.low, span.high, strict=True)]
+    view = storage.view()
+    steps = [np.arange(low, high) for low, high in zip(view.low, view.high, strict=True)]
     return [storage.columns.cells["x"][lane, at % storage.columns.capacity].tolist() for lane, at in enumerate(steps)]
 
 
@@ -253,16 +252,16 @@ def test_a_reader_reads_counters_rows_and_counters_in_this_order(fences, monkeyp
     rng = np.random.default_rng(0)
 
     def select(n):
-        span = storage.span()
-        return Selection(span.draw(n, rng)[:, None], span)
+        view = storage.view()
+        return Selection(view.draw(n, rng)[:, None], view)
 
     storage.sample(3, select, lambda picked: storage.gather(["x"], picked.rows[:, 0]))
     assert fences.events == ["fence", "rows", "fence"]
     for look in (
-        lambda: storage.read_at(np.array([0]), lambda span, rows: storage.gather(["x"], rows)),
-        lambda: storage.read_all(lambda span: span.every_row(), lambda rows: storage.gather(["x"], rows)),
+        lambda: storage.read_at(np.array([0]), lambda view, rows: storage.gather(["x"], rows)),
+        lambda: storage.read_all(lambda view: view.every_row(), lambda rows: storage.gather(["x"], rows)),
     ):
-        storage._span = None
+        storage._view = None
         fences.events.clear()
         look()
         assert fences.events == ["fence", "rows", "fence"]
@@ -298,11 +297,11 @@ def test_a_share_without_room_shares_nothing(monkeypatch):
 def test_what_was_drawn_does_not_keep_columns_that_were_replaced(order):
     storage, drawn = make_storage(order=order), DrawnRows()
     storage.write(block([[1, 2, 3], [4, 5, 6]]))
-    drawn.remember(storage.span(), np.array([0, 1]))
+    drawn.remember(storage.view(), np.array([0, 1]))
     old = weakref.ref(storage.columns)
     storage.take_columns(storage.columns.emptied(storage.columns.capacity))
     gc.collect()
-    assert old() is None and drawn.find_unchanged(storage.span(), np.array([0, 1])).tolist() == [True, True]
+    assert old() is None and drawn.find_unchanged(storage.view(), np.array([0, 1])).tolist() == [True, True]
 
 
 def test_share_keeps_rows_episodes_and_what_comes(order, backing):
@@ -501,7 +500,7 @@ def test_a_write_that_fails_changes_nothing(order, values, settings):
 
 
 def times_and_lengths(storage, lane=0):
-    rows = storage.columns.rows(lane, np.arange(storage.span().low[lane], storage.ring.head[lane]) % 4)
+    rows = storage.columns.rows(lane, np.arange(storage.view().low[lane], storage.ring.head[lane]) % 4)
     remaining = storage.episodes.remaining(rows)
     return storage.episodes.times(rows).tolist(), np.where(remaining == NO_END, -1, remaining).tolist()
 
@@ -627,7 +626,7 @@ def test_many_rows_are_written_in_pieces_as_in_one(order, monkeypatch):
 def test_uniform_draws_every_row_equally_often_over_a_wrapped_ring(order):
     storage = make_storage(3, 5, order)
     storage.write(block(np.arange(21).reshape(3, 7)), lengths=np.array([7, 2, 6]))
-    rows = Uniform().draw(storage.span(), 120_000, np.random.default_rng(0))
+    rows = Uniform().draw(storage.view(), 120_000, np.random.default_rng(0))
     found, counts = np.unique(storage.columns.flat["x"][rows], return_counts=True)
     assert found.tolist() == [2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 18, 19]
     chi_squared = ((counts - 10_000) ** 2 / 10_000).sum()
@@ -639,7 +638,7 @@ def test_uniform_without_replacement_gives_each_row_at_most_once():
     storage.write(block(np.zeros((2, 3))))
     rng = np.random.default_rng(0)
     for n in (2, 6, 7):
-        rows = Uniform(False).draw(storage.span(), n, rng).tolist()
+        rows = Uniform(False).draw(storage.view(), n, rng).tolist()
         assert len(set(rows)) == len(rows) == min(n, 6)
 
 
@@ -647,20 +646,20 @@ def test_uniform_without_replacement_gives_each_row_at_most_once():
 def test_nothing_is_drawn_from_nothing(order, n_rows, length):
     storage = make_storage(order=order)
     storage.write(block(np.zeros((2, n_rows)))) if n_rows else None
-    span = storage.span(length)
-    assert (span.counts().tolist(), span.every_row().tolist(), span.by_step().tolist()) == ([0, 0], [], [])
-    assert [rows.tolist() for rows in span.by_lane(2)] == [[], []]
+    view = storage.view(length)
+    assert (view.counts().tolist(), view.every_row().tolist(), view.by_step().tolist()) == ([0, 0], [], [])
+    assert [rows.tolist() for rows in view.by_lane(2)] == [[], []]
     with pytest.raises(SpecError, match="^nothing to sample"):
-        Uniform().draw(span, 1, np.random.default_rng(0))
+        Uniform().draw(view, 1, np.random.default_rng(0))
 
 
 def test_draw_fitting_finds_the_only_row_that_fits_and_says_when_there_is_none():
     storage = make_storage(1, 1000)
     storage.write(block(np.arange(1000)[None]))
-    span, rng = storage.span(), np.random.default_rng(0)
+    view, rng = storage.view(), np.random.default_rng(0)
 
     def drawn(wanted):
-        return draw_fitting(lambda n: Uniform().draw(span, n, rng), lambda rows: rows == wanted, 5, rng.choice, span)
+        return draw_fitting(lambda n: Uniform().draw(view, n, rng), lambda rows: rows == wanted, 5, rng.choice, view)
 
     assert drawn(421).tolist() == [421] * 5
     with pytest.raises(SpecError, match="^nothing to sample: no window"):
@@ -671,8 +670,8 @@ def drawing(storage, seed=0):
     rng = np.random.default_rng(seed)
 
     def select(n):
-        rows = Uniform().draw(span := storage.span(), n, rng)[:, None]
-        return Selection(rows, span, {"rows": rows[:, 0].copy()})
+        rows = Uniform().draw(view := storage.view(), n, rng)[:, None]
+        return Selection(rows, view, {"rows": rows[:, 0].copy()})
 
     return select
 
@@ -729,8 +728,8 @@ def test_a_span_holds_counters_of_one_time(order, late):
     storage.write(block(np.zeros((2, 9))))
     torn = storage.ring.counters.copy()
     torn[2 if late == "reserved" else 1] = before[2]
-    span = Span(Interrupted(storage.ring.counters, 4, torn), storage.columns, 2)
-    assert (span.low.tolist(), span.high.tolist(), span.total) == ([11, 11], [14, 14], 6)
+    view = View(Interrupted(storage.ring.counters, 4, torn), storage.columns, 2)
+    assert (view.low.tolist(), view.high.tolist(), view.total) == ([11, 11], [14, 14], 6)
 
 
 def test_sample_gives_up_on_a_ring_that_is_overwritten_faster_than_read():
@@ -817,30 +816,30 @@ class Model:
 
 
 def check_rows(storage, model):
-    """Span, contents and episodes."""
-    columns, episodes, span = storage.columns, storage.episodes, storage.span()
+    """View, contents and episodes."""
+    columns, episodes, view = storage.columns, storage.episodes, storage.view()
     rows = [row for lane in model.lanes for row in lane]
     ids = columns.rows(*np.array([(row[0], row[1] % columns.capacity) for row in rows] or np.zeros((0, 2), int)).T)
-    assert span.counts().tolist() == [len(lane) for lane in model.lanes]
-    assert len(storage) == span.total == len(rows)
-    assert sorted(span.every_row().tolist()) == sorted(ids.tolist())
-    assert span.by_lane(1)[0].tolist() == ids.tolist()
+    assert view.counts().tolist() == [len(lane) for lane in model.lanes]
+    assert len(storage) == view.total == len(rows)
+    assert sorted(view.every_row().tolist()) == sorted(ids.tolist())
+    assert view.by_lane(1)[0].tolist() == ids.tolist()
     by_step = sorted(range(len(rows)), key=lambda i: (rows[i][1], rows[i][0]))
-    assert span.by_step().tolist() == ids[by_step].tolist()
+    assert view.by_step().tolist() == ids[by_step].tolist()
     np.testing.assert_array_equal(columns.flat["x"][ids], np.array([row[2] for row in rows], np.float32))
     assert columns.flat["n"][ids].tolist() == [row[3] for row in rows]
     assert episodes.times(ids).tolist() == [row[5] for row in rows]
     assert episodes.remaining(ids).tolist() == [model.remaining(row) for row in rows]
     assert episodes.open_lengths(ALL).tolist() == model.open_lengths()
     assert columns.places(ids)[0].tolist() == [row[0] for row in rows]
-    assert span.steps(ids).tolist() == [row[1] for row in rows]
+    assert view.steps(ids).tolist() == [row[1] for row in rows]
     every = np.arange(columns.n_rows)
-    assert span.has(every).tolist() == np.isin(every, ids).tolist()
+    assert view.has(every).tolist() == np.isin(every, ids).tolist()
 
 
 def check_windows(storage, model, length):
     """Each window of each anchor, row by row."""
-    columns, episodes, span = storage.columns, storage.episodes, storage.span(length)
+    columns, view = storage.columns, storage.view(length)
     lanes = [list(lane) for lane in model.lanes]
     ids = {row[:2]: int(columns.rows(row[0], row[1] % columns.capacity)) for lane in lanes for row in lane}
 
@@ -849,21 +848,31 @@ def check_windows(storage, model, length):
         rows = [[ids[row[:2]] for row in window] for window in windows]
         return rows, masks, [[a and b for a, b in zip(x, y, strict=True)] for x, y in zip(firsts, masks, strict=True)]
 
-    def same(window, windows, masks):
+    def same(picked, windows, masks):
         rows, masks, firsts = expected(windows, masks)
-        assert (window.rows.tolist(), window.mask.tolist(), window.is_first.tolist()) == (rows, masks, firsts)
+        found = picked.rows, picked.fields["mask"], picked.fields["is_first"]
+        assert tuple(array.tolist() for array in found) == (rows, masks, firsts)
+
+    def fitting(windows, view, anchors):
+        fits = windows.fits(view)
+        return [True] * len(anchors) if fits is None else fits(anchors).tolist()
 
     full = [lane[i : i + length] for lane in lanes for i in range(len(lane) - length + 1)]
     anchors = np.array([ids[window[0][:2]] for window in full], np.int64)
-    assert sorted(span.every_row().tolist()) == sorted(anchors.tolist())
+    assert sorted(view.every_row().tolist()) == sorted(anchors.tolist())
     if full:
-        same(expand.chunk(span, episodes, anchors, length), full, [[True] * length] * len(full))
+        same(Windows(length).expand(view, anchors, {}), full, [[True] * length] * len(full))
         inside = [[row[4] == window[0][4] for row in window] for window in full]
-        same(expand.padded(span, episodes, anchors, length), full, inside)
+        same(Windows(length, MASK_ENDS).expand(view, anchors, {}), full, inside)
         whole = [model.remaining(window[0]) >= length for window in full]
-        assert expand.fits(episodes, anchors, length).tolist() == whole
+        assert fitting(Windows(length, AVOID_ENDS), view, anchors) == whole
+        last = columns.shifted(anchors, length - 1)
+        same(Windows(length, is_last=True).expand(storage.view(), last, {}), full, [[True] * length] * len(full))
+        inside = [[row[4] == window[-1][4] for row in window] for window in full]
+        same(Windows(length, MASK_ENDS, is_last=True).expand(storage.view(), last, {}), full, inside)
+        assert fitting(Windows(length, AVOID_ENDS, is_last=True), storage.view(), last) == list(map(all, inside))
 
-    rows = Snapshot(storage)
+    rows = storage.view()
     anchors = np.array(list(ids.values()), np.int64)
     if not ids:
         return
@@ -876,9 +885,11 @@ def check_windows(storage, model, length):
             forward.append(future + [future[-1]] * (length - len(future)))
             masks.append([True] * len(future) + [False] * (length - len(future)))
     assert rows.frames(anchors, length).tolist() == expected(stacks, masks)[0]
-    window, mask, counts = rows.n_step(anchors, length)
+    window, mask = rows.run(anchors, length)
     assert (window.tolist(), mask.tolist()) == expected(forward, masks)[:2]
-    assert counts.tolist() == [sum(mask) for mask in masks]
+    assert fitting(Windows(length, is_last=True), rows, anchors) == [
+        i >= length - 1 for lane in lanes for i in range(len(lane))
+    ]
 
 
 def flags(n, n_timesteps):
@@ -951,9 +962,9 @@ def test_newer_gives_the_rows_from_a_step_on(order):
     storage = make_storage(3, 5, order)
     storage.write(block(np.arange(24).reshape(3, 8)))
     x, since = storage.columns.flat["x"], np.array([5, 8, 0])
-    assert x[storage.span().newer(since)].tolist() == [5, 6, 7, 19, 20, 21, 22, 23]
+    assert x[storage.view().newer(since)].tolist() == [5, 6, 7, 19, 20, 21, 22, 23]
     storage.write(block(np.full((3, 1), 30)), lengths=np.array([1, 0, 0]))
-    assert x[storage.span().newer(since)].tolist() == [5, 6, 7, 30, 19, 20, 21, 22, 23]
+    assert x[storage.view().newer(since)].tolist() == [5, 6, 7, 30, 19, 20, 21, 22, 23]
 
 
 @pytest.mark.parametrize("order", ["lane", "slot"])
@@ -970,10 +981,10 @@ def test_rows_are_counted_by_lane_and_then_by_slot(order):
                 storage.write({name: np.zeros((n, n_rows, *spec.shape), spec.dtype) for name, spec in specs}, lanes)
             else:
                 storage.clear(lanes)
-        span, columns = storage.span(), storage.columns
-        every = span.row_ids(np.arange(span.total))
-        np.testing.assert_array_equal(span.every_row(), every)
+        view, columns = storage.view(), storage.columns
+        every = view.row_ids(np.arange(view.total))
+        np.testing.assert_array_equal(view.every_row(), every)
         expected = sorted(every, key=lambda row: tuple(columns.places(row)))
-        np.testing.assert_array_equal(span.by_slot(np.arange(span.total)), expected)
+        np.testing.assert_array_equal(view.by_slot(np.arange(view.total)), expected)
         with pytest.raises(IndexError):
-            span.by_slot(np.array([span.total]))
+            view.by_slot(np.array([view.total]))

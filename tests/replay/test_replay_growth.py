@@ -62,7 +62,7 @@ def grown_store():
     storage.alignment = 8
     priorities = Priorities(4, 1, alpha=0.5)
     storage.write({"x": np.arange(4)[None]})
-    priorities.update(storage.span(), np.arange(4), np.array([1.0, 4.0, 9.0, 16.0]))
+    priorities.update(storage.view(), np.arange(4), np.array([1.0, 4.0, 9.0, 16.0]))
     return storage, priorities
 
 
@@ -71,11 +71,11 @@ def test_priorities_follow_a_store_that_grows():
     storage.grow(8)
     priorities.grow(8)
     storage.write({"x": np.arange(2)[None]})
-    priorities.follow(storage.span())
+    priorities.follow(storage.view())
     np.testing.assert_allclose(priorities.tree.values, [1, 2, 3, 4, 4, 4, 0, 0])
     assert priorities.tree.total == pytest.approx(18) and priorities.tree.minimum == 1
     with pytest.raises(SpecError, match="priorities must be finite"):
-        priorities.update(storage.span(), np.array([0]), np.array([1e308]))
+        priorities.update(storage.view(), np.array([0]), np.array([1e308]))
 
 
 def test_another_alpha_keeps_the_priorities():
@@ -86,7 +86,7 @@ def test_another_alpha_keeps_the_priorities():
     priorities.set_alpha(0.0)
     priorities.set_alpha(1.0)
     assert priorities.tree.values.tolist() == [1, 1, 1, 1]
-    priorities.update(storage.span(), np.array([0]), np.array([1e200]))
+    priorities.update(storage.view(), np.array([0]), np.array([1e200]))
     with pytest.raises(SpecError, match=r"^alpha 2.0: the largest priority is 1e\+200, it may be"):
         priorities.set_alpha(2.0)
     assert priorities.alpha == 1.0
@@ -94,21 +94,21 @@ def test_another_alpha_keeps_the_priorities():
 
 def test_a_row_that_was_replaced_has_the_priority_of_a_new_one_and_no_late_one():
     storage, priorities = grown_store()
-    span = storage.span()
+    view = storage.view()
     for drawn in ([3, 1], [1, 2, 0]):
-        priorities.drawn.remember(span, np.array(drawn))
+        priorities.drawn.remember(view, np.array(drawn))
     priorities.replace(np.array([1]))
     np.testing.assert_allclose(priorities.tree.values, [1, 4, 3, 4])
     rows = np.array([1, 2, 0])
-    assert not priorities.drawn.is_last(rows, span)
-    priorities.update(span, rows, np.array([25.0, 36.0, 49.0]))
+    assert not priorities.drawn.is_last(rows, view)
+    priorities.update(view, rows, np.array([25.0, 36.0, 49.0]))
     np.testing.assert_allclose(priorities.tree.values, [7, 4, 6, 4])
-    priorities.update(span, np.array([3, 1]), np.array([100.0, 100.0]))
+    priorities.update(view, np.array([3, 1]), np.array([100.0, 100.0]))
     np.testing.assert_allclose(priorities.tree.values, [7, 4, 6, 10])
-    priorities.update(span, np.array([1, 3, 2]), np.array([64.0, 81.0, 0.0]))  # some of several draws
+    priorities.update(view, np.array([1, 3, 2]), np.array([64.0, 81.0, 0.0]))  # some of several draws
     np.testing.assert_allclose(priorities.tree.values, [7, 4, 0, 9])
-    priorities.drawn.remember(span, np.array([1]))  # drawn again, as what it is now
-    priorities.update(span, np.array([1]), np.array([25.0]))
+    priorities.drawn.remember(view, np.array([1]))  # drawn again, as what it is now
+    priorities.update(view, np.array([1]), np.array([25.0]))
     np.testing.assert_allclose(priorities.tree.values, [7, 5, 0, 9])
 
 

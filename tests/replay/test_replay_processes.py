@@ -16,8 +16,7 @@ import replay_writers
 from processes import LIMIT
 from replay_writers import CAPACITY, EPISODE, make_storage
 
-from rlstructs.replay.draw.expand import padded
-from rlstructs.replay.rows.span import Selection, Uniform
+from rlstructs.replay.draw.plan import MASK_ENDS, Uniform, Windows
 
 # Seconds that each test reads for.
 SOAK = float(os.environ.get("RLSTRUCTS_SOAK_SECONDS", "1.5"))
@@ -64,9 +63,7 @@ class Reader:
 
     def _select(self, n):
         self.n_selected += n
-        span = self.storage.span(LENGTH)
-        window = padded(span, self.storage.episodes, Uniform().draw(span, n, self.rng), LENGTH)
-        return Selection(window.rows, span, {"mask": window.mask, "is_first": window.is_first})
+        return Windows(LENGTH, MASK_ENDS).select(self.storage, Uniform(), n, self.rng)
 
     def read(self):
         """A batch of windows, every row of which is whole and what it is taken for."""
@@ -159,7 +156,7 @@ def test_killing_a_writer_changes_nothing_for_the_others(storage, started):
 FORKED_WHILE_WRITTEN = """
 import os, signal, threading, numpy as np
 from rlstructs.replay.rows.columns import Spec
-from rlstructs.replay.rows.span import Selection, Uniform
+from rlstructs.replay.draw.plan import Selection, Uniform
 from rlstructs.replay.rows.store import Storage
 storage = Storage(n_lanes=1, capacity=4)
 storage.columns.add("t", Spec(np.dtype("f4")))

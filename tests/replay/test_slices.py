@@ -29,11 +29,11 @@ def write(storage, episodes, ends):
 
 def draw(storage, slices, n, length, seed=0):
     """Which episodes the rows of slices are of, their steps, and which count."""
-    span = storage.span()
-    rows, mask = slices.draw(span, storage.episodes, n, length, np.random.default_rng(seed))
+    view = storage.view()
+    rows, mask = slices.draw(view, n, length, np.random.default_rng(seed))
     assert rows.shape == mask.shape == (n, length) and rows.dtype == np.int64
-    assert span.has(rows).all()  # R13: not beyond the data
-    return storage.gather(["episode"], rows)[0], span.steps(rows), mask
+    assert view.has(rows).all()  # R13: not beyond the data
+    return storage.gather(["episode"], rows)[0], view.steps(rows), mask
 
 
 def check(storage, slices, held, length):
@@ -76,7 +76,7 @@ def test_slices_are_steps_of_one_episode_whatever_was_written(per, strict, data,
 def shares(storage, slices, length, n=20_000):
     """How often each first row was drawn, by step since the oldest."""
     _, steps, _ = draw(storage, slices, n, length)
-    found = np.bincount(steps[:, 0] - storage.span().low[0], minlength=len(storage))
+    found = np.bincount(steps[:, 0] - storage.view().low[0], minlength=len(storage))
     return found / n
 
 
@@ -117,7 +117,7 @@ def test_one_episode_that_goes_on_for_ever_is_cut_at_the_head():  # R7
         write(storage, [0] * n, [False] * n)
         if len(storage) >= 3:
             _, steps, _ = draw(storage, slices, 200, 3)
-            low = storage.span().low[0]
+            low = storage.view().low[0]
             assert set((steps[:, 0] - low).tolist()) == set(range(len(storage) - 2))
 
 

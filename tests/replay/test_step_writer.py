@@ -29,7 +29,7 @@ def content(made):
     storage = made._storage
     rows = made.sample_all(made.get_tensor_names(), sequence_length=2)[0]
     counters = storage.ring.counters.tolist()
-    every = storage.span().every_row()
+    every = storage.view().every_row()
     episodes = storage.episodes.times(every).tolist(), storage.episodes.remaining(every).tolist()
     return [row.tolist() for row in rows], counters, episodes
 
@@ -142,7 +142,7 @@ def test_stores_that_are_not_in_step_or_shared_are_written_quickly_too(is_shared
         done = rows["terminated"].reshape(2, -1).any(1)[:, None]
         general.write({name: values[:, None] for name, values in rows.items()}, done=done)
         assert (quick.ring.counters == general.ring.counters).all()
-        every = general.span().every_row()
+        every = general.view().every_row()
         assert quick.gather(["x"], every)[0].tolist() == general.gather(["x"], every)[0].tolist()
         assert quick.episodes.times(every).tolist() == general.episodes.times(every).tolist()
         assert quick.episodes.remaining(every).tolist() == general.episodes.remaining(every).tolist()
@@ -177,7 +177,7 @@ def test_both_ways_leave_the_same_in_every_order(order, seed):
         block = {name: values[:, None] for name, values in rows.items()}
         general.write(block, done=rows["terminated"][:, None])
         assert (quick.ring.counters == general.ring.counters).all()
-        every = quick.span().every_row()
+        every = quick.view().every_row()
         for name in rows:
             np.testing.assert_array_equal(*(each.gather([name], every)[0] for each in (quick, general)))
         for look in (
@@ -208,6 +208,6 @@ def test_two_writers_to_one_store_take_turns():
         assert writers[turn].write(rows)
         general.write({name: values[:, None] for name, values in rows.items()}, done=rows["terminated"][:, None])
         assert (storage.ring.counters == general.ring.counters).all()
-        every = general.span().every_row()
+        every = general.view().every_row()
         assert storage.gather(["x"], every)[0].tolist() == general.gather(["x"], every)[0].tolist()
         assert storage.episodes.times(every).tolist() == general.episodes.times(every).tolist()

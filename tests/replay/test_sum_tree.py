@@ -21,7 +21,7 @@ SIZES = [1, 2, 3, 5, 6, 7, 1000, 1_000_000]
 
 def update(prioritised, storage, rows, priorities):
     """Priorities of some rows, as a memory gives them."""
-    prioritised.update(storage.span(), rows, priorities)
+    prioritised.update(storage.view(), rows, priorities)
 
 
 @pytest.fixture(params=SIZES)
@@ -236,7 +236,7 @@ def write(storage, lengths):
 
 def leaves(storage, prioritised):
     """The tree's values by lane and slot, once it has followed the store."""
-    prioritised.follow(storage.span())
+    prioritised.follow(storage.view())
     n_lanes, capacity = storage.columns.n_lanes, storage.columns.capacity
     rows = storage.columns.rows(np.arange(n_lanes)[:, None], np.arange(capacity))
     return prioritised.tree.values[rows].tolist()
@@ -264,7 +264,7 @@ def test_every_new_row_gets_a_priority_whatever_windows_are_drawn(order, length)
     storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     for lengths in ([3, 3], [1, 1], [0, 2]):
         write(storage, lengths)
-        prioritised.follow(storage.span(length))
+        prioritised.follow(storage.view(length))
     assert leaves(storage, prioritised) == [[1] * 4] * 2
 
 
@@ -273,7 +273,7 @@ def test_every_new_row_gets_a_priority_whatever_windows_are_drawn(order, length)
 def test_cleared_rows_have_no_priority(order, n_rows, followed):
     storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     write(storage, list(n_rows))
-    prioritised.follow(storage.span())
+    prioritised.follow(storage.view())
     storage.clear()
     if followed:
         assert leaves(storage, prioritised) == [[0] * 4] * 2
@@ -313,7 +313,7 @@ def test_priorities_follow_the_rows_over_wraps_and_clears(data):
             storage.clear()
             rows = {}
         elif operation == "follow" or not rows:
-            prioritised.follow(storage.span())
+            prioritised.follow(storage.view())
             rows = {at: largest if priority is None else priority for at, priority in rows.items()}
         else:
             rows = {at: largest if priority is None else priority for at, priority in rows.items()}
@@ -332,10 +332,10 @@ def test_priorities_follow_the_rows_over_wraps_and_clears(data):
 def test_priorities_of_rows_overwritten_since_they_were_drawn_are_dropped(order):
     storage, prioritised = make_storage(order=order), Priorities(8, 2, 1.0)
     write(storage, [4, 4])
-    span = storage.span()
-    prioritised.follow(span)
+    view = storage.view()
+    prioritised.follow(view)
     rows = storage.columns.rows(np.array([0, 0, 1]), np.array([0, 1, 0]))
-    prioritised.drawn.remember(span, rows)
+    prioritised.drawn.remember(view, rows)
     write(storage, [1, 0])
     update(prioritised, storage, rows, np.array([50.0, 3.0, 2.0]))
     assert leaves(storage, prioritised) == [[1, 3, 1, 1], [2, 1, 1, 1]]
@@ -380,7 +380,7 @@ def test_draw_and_choose_are_in_proportion_to_priorities(alpha, shares):
 def test_draw_takes_one_from_each_equal_part_of_the_total():
     storage, prioritised = make_storage(), Priorities(8, 2, 1.0)
     write(storage, [4, 4])
-    prioritised.follow(storage.span())
+    prioritised.follow(storage.view())
     assert sorted(prioritised.draw(8, np.random.default_rng(0)).tolist()) == list(range(8))
 
 

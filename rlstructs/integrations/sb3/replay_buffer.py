@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
-from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.lanes import LANE, SLOT
 from rlstructs.replay.rows.step_writer import StepWriter
@@ -400,10 +400,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         stream = np.random.Generator(np.random.get_bit_generator())  # type: ignore[attr-defined]
         priorities = self._priorities
         with priorities.lock:
-            span = self._storage.span()
-            rows, leaves = priorities.draw_rows(span, batch_size, stream)
-            weights = importance_weights(leaves, priorities.tree.minimum, self.beta)
-            priorities.drawn.remember(span, rows)
+            view = self._storage.view()
+            rows, fields = priorities.pick(view, batch_size, stream)
+            weights = importance_weights(fields[LEAVES], priorities.tree.minimum, self.beta)
+            priorities.drawn.remember(view, rows)
         fields = self._read(rows, env)._asdict()
         return PrioritizedReplayBufferSamples(**fields, weights=self.to_torch(weights[:, None]), indices=rows)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.rows.span import Span
+from rlstructs.replay.draw.view import View
 
 # How many draws are remembered: learners seldom set priorities of older ones.
 N_DRAWS = 32
@@ -17,18 +17,18 @@ REPLACED = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class Draw:
-    """Drawn row ids, and the steps they stood for: `known`, or those of `span`."""
+    """Drawn row ids, and the steps they stood for: `known`, or those of `view`."""
 
     rows: np.ndarray
-    span: Span | None
+    view: View | None
     known: np.ndarray | None = None
     sorted_rows: tuple[np.ndarray, np.ndarray] | None = None
 
     def steps(self) -> np.ndarray:
         """The steps of the rows at the time of the draw, int64."""
         if self.known is None:
-            assert self.span is not None
-            self.known = self.span.steps(self.rows)
+            assert self.view is not None
+            self.known = self.view.steps(self.rows)
         return self.known
 
     def sort_by_row(self) -> tuple[np.ndarray, np.ndarray]:
@@ -40,9 +40,9 @@ class Draw:
 
     def was_held(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Whether these rows already held these steps at the time of the draw, bool."""
-        if self.span is None:
+        if self.view is None:
             return np.zeros(rows.shape, bool)
-        return np.asarray(steps < self.span.head[self.span.columns.lanes(rows)])
+        return np.asarray(steps < self.view.head[self.view.columns.lanes(rows)])
 
 
 class DrawnRows:
@@ -52,37 +52,37 @@ class DrawnRows:
         # The latest draw first. Replaced and never changed: another thread may copy it.
         self._draws: tuple[Draw, ...] = ()
 
-    def remember(self, span: Span, rows: np.ndarray) -> None:
+    def remember(self, view: View, rows: np.ndarray) -> None:
         """Remembers a draw of rows of any shape, so that `find_unchanged` recognises what was overwritten since."""
         if rows.size:  # a copy, because the caller may write to the rows
-            self._draws = (Draw(rows.flatten(), span), *self._draws[: N_DRAWS - 1])
+            self._draws = (Draw(rows.flatten(), view), *self._draws[: N_DRAWS - 1])
 
-    def is_last(self, rows: np.ndarray, span: Span) -> bool:
+    def is_last(self, rows: np.ndarray, view: View) -> bool:
         """Whether these are the rows of the last draw, with nothing written since."""
         if not self._draws:
             return False
         last = self._draws[0]
-        if last.span is None or last.span.snapshot != span.snapshot or rows.shape != last.rows.shape:
+        if last.view is None or last.view.snapshot != view.snapshot or rows.shape != last.rows.shape:
             return False
         return rows.tobytes() == last.rows.tobytes()  # several times faster than ==, and dtypes are nearly always equal
 
-    def are_of_now(self, rows: np.ndarray, span: Span) -> bool:
+    def are_of_now(self, rows: np.ndarray, view: View) -> bool:
         """Whether the caller means the current content of these rows, for example after writing them.
 
         True if all were written since the last draw, or if they are all rows of the store; False if they are the rows
         of a draw.
         """
-        last = self._draws[0].span if self._draws else None
+        last = self._draws[0].view if self._draws else None
         if last is None or not rows.size:
             return False
-        now, lanes = span.steps(rows), span.columns.lanes(rows)
-        is_every = rows.size >= span.total and np.unique(rows).size == span.total
+        now, lanes = view.steps(rows), view.columns.lanes(rows)
+        is_every = rows.size >= view.total and np.unique(rows).size == view.total
         if not is_every and not (now >= last.head[lanes]).all():
             return False
         is_drawn = any(np.array_equal(draw.rows, rows) for draw in self._draws)
-        return not is_drawn and bool(span.holds(rows, now).all())
+        return not is_drawn and bool(view.holds(rows, now).all())
 
-    def find_unchanged(self, span: Span, rows: np.ndarray) -> np.ndarray:
+    def find_unchanged(self, view: View, rows: np.ndarray) -> np.ndarray:
         """Which rows still hold what they held when they were drawn, bool.
 
         If the rows are those of one draw, that draw counts; otherwise the last draw that has a row. A row that is in no
@@ -93,12 +93,12 @@ class DrawnRows:
         """
         for draw in self._draws:
             if draw.rows.size == rows.size and (draw.rows == rows).all():
-                return span.holds(rows, draw.steps())
-        now = span.steps(rows)
-        held = span.holds(rows, now)
+                return view.holds(rows, draw.steps())
+        now = view.steps(rows)
+        held = view.holds(rows, now)
         meant = self._find_drawn_steps(rows, now, held)
         empty = rows[~(held | (meant >= 0))]
-        if empty.size and (empty := empty[~span.is_reserved(empty)]).size:
+        if empty.size and (empty := empty[~view.is_reserved(empty)]).size:
             raise SpecError(f"index {empty[0]} holds no row")
         return np.asarray(held & ((meant < 0) | (meant == now)))
 
@@ -124,7 +124,7 @@ class DrawnRows:
         for draw in self._draws:
             steps = draw.steps().copy()
             steps[np.isin(draw.rows, rows)] = REPLACED
-            draw.span, draw.known, draw.sorted_rows = None, steps, None
+            draw.view, draw.known, draw.sorted_rows = None, steps, None
 
     def array(self) -> np.ndarray:
         """All draws for a file, int64 (3, n): row ids, steps and the number of the draw."""

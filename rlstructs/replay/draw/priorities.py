@@ -6,23 +6,26 @@ divided by the largest weight, is (min_k p_k^alpha / p_i^alpha)^beta.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.drawn_rows import DrawnRows
+from rlstructs.replay.draw.plan import WINDOW, Fields, Fits, draw_fitting
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import host_array, real_numbers, row_ids
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.rows.copies import lock_that_forks
-from rlstructs.replay.rows.span import Span, draw_fitting
 from rlstructs.replay.rows.store import Storage
 
 # Limit of a priority to the power of alpha times the number of rows, so that the sum is finite.
 LARGEST = 1e300
 # Relative error of powers and roots.
 ROUNDED = 1e-9
+# The field of drawn rows that holds their priorities to the power of alpha.
+LEAVES = "leaves"
 # Names of the arrays of priorities in a file.
 TREE_LEAVES, FOLLOWED_STEPS, DRAWN_ROWS = "__leaves__", "__synced__", "__drawn__"
 
@@ -91,8 +94,8 @@ class Priorities:
 
     Attributes:
         version: raised before each change of priorities, and of what new rows get.
-        lock: for callers without a lock of their own, held while they draw or set priorities. Take it before the span
-            of the store: a span older than the last one would make newer rows look like those of a cleared store.
+        lock: for callers without a lock of their own, held while they draw or set priorities. Take it before the view
+            of the store: a view older than the last one would make newer rows look like those of a cleared store.
     """
 
     def __init__(
@@ -125,19 +128,19 @@ class Priorities:
 
         return SumTree.nbytes_of(n_rows) + 8 * n_lanes
 
-    def follow(self, span: Span) -> None:
+    def follow(self, view: View) -> None:
         """Sets the priorities of rows that were written since the last call."""
-        if self._snapshot == span.snapshot:
+        if self._snapshot == view.snapshot:
             return
         self.version += 1
-        self._snapshot = span.snapshot
-        if (self.synced < span.low).any() or (self.synced > span.head).any():
+        self._snapshot = view.snapshot
+        if (self.synced < view.low).any() or (self.synced > view.head).any():
             # Lanes were cleared or have wrapped since.
-            self._drop(np.flatnonzero((self.synced < span.low) | (self.synced > span.head)), span)
-        rows = span.newer(self.synced)
+            self._drop(np.flatnonzero((self.synced < view.low) | (self.synced > view.head)), view)
+        rows = view.newer(self.synced)
         self._update_max_priority(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
-        self.synced = span.head.copy()
+        self.synced = view.head.copy()
 
     def _update_max_priority(self, rows: np.ndarray, given: float = 0.0) -> None:
         """Updates `max_priority` before rows get new priorities, the largest of which is `given`."""
@@ -152,50 +155,39 @@ class Priorities:
             largest = float(leaves.max(where=others, initial=0.0)) ** (1 / self.alpha)
         self.max_priority = max(largest, given) or self.first
 
-    def _drop(self, lanes: np.ndarray, span: Span) -> None:
-        columns = span.columns
+    def _drop(self, lanes: np.ndarray, view: View) -> None:
+        columns = view.columns
         rows = columns.rows(lanes[:, None], np.arange(columns.capacity)).ravel()
         self._update_max_priority(rows)
         self.tree.update(rows, np.zeros(rows.size))
         self.synced = self.synced.copy()
-        self.synced[lanes] = span.low[lanes]
+        self.synced[lanes] = view.low[lanes]
 
-    def draw_rows(
-        self,
-        span: Span,
-        n: int,
-        rng: np.random.Generator,
-        fits: Callable[[np.ndarray], np.ndarray] | None = None,
-        wanted: str = "window of this length",
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws `n` rows of a span in proportion to their priorities.
-
-        Args:
-            span: of the store; only its rows are drawn.
-            n: how many.
-            rng: the generator.
-            fits: returns which rows may be drawn, bool; None for all.
-            wanted: what a row that fits is, for the message.
+    def pick(
+        self, view: View, n: int, rng: np.random.Generator, fits: Fits | None = None, wanted: str = WINDOW
+    ) -> tuple[np.ndarray, Fields]:
+        """Draws rows in proportion to their priorities.
 
         Returns:
-            The rows, int64 (n,), and their priorities to the power of alpha, float64 (n,).
+            The rows, int64 (n,), and `leaves`, their priorities to the power of alpha, float64 (n,).
 
         Raises:
             SpecError: no row fits, or the priorities of those that do are zero.
         """
-        self.follow(span)
-        if fits is None and span.is_settled:
+        self.follow(view)
+        if fits is None and view.is_settled:
             _require_any(self.tree.sums[-1])
-            return self.tree.draw_with_values(n, rng)
+            rows, leaves = self.tree.draw_with_values(n, rng)
+            return rows, {LEAVES: leaves}
         rows = draw_fitting(
             lambda count: self.draw(count, rng),
-            lambda rows: span.has(rows) if fits is None else span.has(rows) & fits(rows),
+            lambda rows: view.has(rows) if fits is None else view.has(rows) & fits(rows),
             n,
             lambda rows, count: self.choose(rows, count, rng),
-            span,
+            view,
             wanted,
         )
-        return rows, self.tree.values.take(rows)
+        return rows, {LEAVES: self.tree.values.take(rows)}
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """Draws `n` row ids in proportion to their priorities, one from each n-th of the total.
@@ -233,18 +225,18 @@ class Priorities:
         """
         rows, values = host_array("index", indexes).reshape(-1), real_numbers("priorities", priorities).reshape(-1)
         with self.lock:
-            span = storage.span()
-            is_last = self.drawn.is_last(rows, span)
+            view = storage.view()
+            is_last = self.drawn.is_last(rows, view)
             if not is_last:
                 rows = row_ids(rows, storage.columns.n_rows)
-                is_last = may_be_of_now and self.drawn.are_of_now(rows, span)
-            self.update(span, rows, values, is_last)
+                is_last = may_be_of_now and self.drawn.are_of_now(rows, view)
+            self.update(view, rows, values, is_last)
 
-    def update(self, span: Span, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
+    def update(self, view: View, rows: np.ndarray, priorities: np.ndarray, is_last: bool = False) -> None:
         """Sets priorities; ignores those of rows that were overwritten after they were drawn.
 
         Args:
-            span: of the store, taken just before.
+            view: of the store, taken just before.
             rows: int64 (n,), row ids; if one is repeated, its last priority counts.
             priorities: (n,), finite, at least 0.
             is_last: whether the rows are known to be those of the last draw, or meant as they are now.
@@ -259,9 +251,9 @@ class Priorities:
         largest = largest_of(priorities, self._limit)
         self.version += 1
         powers = priorities**self.alpha
-        self.follow(span)
-        if not (span.is_settled and is_last):
-            same = self.drawn.find_unchanged(span, rows)
+        self.follow(view)
+        if not (view.is_settled and is_last):
+            same = self.drawn.find_unchanged(view, rows)
             rows, powers, priorities = rows[same], powers[same], priorities[same]
             largest = float(priorities.max(initial=0.0))
         if self.of_present:  # only the last priority of a repeated row counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,10 +12,9 @@ import torch
 
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
-from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.intake.roles import is_after, is_observation, is_reward, source_of
 from rlstructs.replay.rows.columns import Spec
-from rlstructs.replay.rows.span import Span
 from rlstructs.replay.rows.store import Storage
 
 # The key of gamma to the number of steps in n-step samples.
@@ -73,13 +72,13 @@ class Reading:
         return self.n_step == self.stack_num == 1
 
     def read(
-        self, storage: Storage, span: Span, names: Sequence[str], rows: np.ndarray, discount: str = DISCOUNT
+        self, storage: Storage, view: View, names: Sequence[str], rows: np.ndarray, discount: str = DISCOUNT
     ) -> dict[str, Any]:
         """Reads columns by the usual meaning of their names; see `read_sources`.
 
         Args:
             storage: the store.
-            span: the counters at the time of the draw.
+            view: the rows at the time of the draw.
             names: of columns.
             rows: int64, of any shape.
             discount: the key of gamma to the number of steps.
@@ -93,13 +92,13 @@ class Reading:
             raise StateError("nothing says where episodes end")
         specs = storage.columns.specs
         sources = _find_sources(self.stack_num, self.stack_keys, tuple(names), tuple(specs))
-        return read_sources(Snapshot(storage, span), specs, sources, rows, self, discount=discount)
+        return read_sources(view, storage.gather, specs, sources, rows, self, discount=discount)
 
-    def earliest(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
+    def earliest(self, view: View, rows: np.ndarray) -> np.ndarray:
         """The first row that is read for each of these, of the same shape."""
-        if self.stack_num == 1 or storage.episodes is None:
+        if self.stack_num == 1 or view.episodes is None:
             return rows
-        return Snapshot(storage, span).frames(rows.reshape(-1), self.stack_num)[:, 0].reshape(rows.shape)
+        return view.frames(rows.reshape(-1), self.stack_num)[:, 0].reshape(rows.shape)
 
     def stacks(self, name: str) -> bool:
         """Whether a column is read in stacks."""
@@ -108,6 +107,8 @@ class Reading:
         return is_observation(name) if self.stack_keys is None else name in self.stack_keys
 
 
+# Copies rows of some columns: from their names, and row ids of any shape.
+Gather = Callable[[Sequence[str], np.ndarray], list[Any]]
 # Where rows are read, see `_Places.find`; and the columns that are gathered from there.
 _Group = tuple[tuple[str, bool], tuple[str, ...]]
 
@@ -161,7 +162,8 @@ def _find_sources(
 
 
 def read_sources(
-    rows: AnySnapshot,
+    view: AnyView,
+    gather: Gather,
     specs: Mapping[str, Spec],
     sources: Sources,
     at: np.ndarray,
@@ -172,7 +174,8 @@ def read_sources(
     """Reads the keys of a sample, private memory.
 
     Args:
-        rows: the rows that are there.
+        view: the rows that are there.
+        gather: copies rows of some columns.
         specs: of the columns.
         sources: key -> how it is read.
         at: int64, of any shape, row ids.
@@ -187,9 +190,9 @@ def read_sources(
     Raises:
         SpecError: what is to be summed is no float.
     """
-    places, n_step = _Places(rows, at.reshape(-1), reading, frames), reading.n_step
+    places, n_step = _Places(view, at.reshape(-1), reading, frames), reading.n_step
     groups, keys = sources.group(n_step, reading.stack_num)
-    gathered = [rows.gather(columns, places.find(*where)) for where, columns in groups]
+    gathered = [gather(columns, places.find(*where)) for where, columns in groups]
     arrays: dict[str, Any] = {}
     for key, source, place, group, columns in keys:
         array = gathered[group][columns[0]]
@@ -199,11 +202,11 @@ def read_sources(
         if place == SUM:
             arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
         elif source.seen is not None:
-            [seen] = rows.gather([source.seen], places.find(place, True)[:, 1:])
+            [seen] = gather([source.seen], places.find(place, True)[:, 1:])
             join: Any = np.concatenate if isinstance(array, np.ndarray) else torch.cat
             arrays[key] = join([seen, array[:, None]], 1)
     if n_step > 1:
-        arrays[discount] = (reading.gamma**places.counts).astype(np.float32)
+        arrays[discount] = (reading.gamma ** places.inside.sum(axis=1)).astype(np.float32)
     if not at.ndim:
         return {k: array[0, ...] for k, array in arrays.items()}
     return arrays if at.ndim == 1 else {k: array.reshape((*at.shape, *array.shape[1:])) for k, array in arrays.items()}
@@ -212,26 +215,26 @@ def read_sources(
 class _Places:
     """The rows that are read for each anchor; each kind is found once."""
 
-    def __init__(self, rows: AnySnapshot, anchors: np.ndarray, reading: Reading, frames: np.ndarray | None) -> None:
-        self._rows, self._stack_num = rows, reading.stack_num
+    def __init__(self, view: AnyView, anchors: np.ndarray, reading: Reading, frames: np.ndarray | None) -> None:
+        self._view, self._stack_num = view, reading.stack_num
         self._last = LAST if reading.n_step > 1 else ANCHOR
         self._found = {(ANCHOR, False): anchors}
         if frames is not None:
             self._found[ANCHOR, True] = frames
         if reading.n_step > 1:
-            window, self.inside, self.counts = rows.n_step(anchors, reading.n_step)
+            window, self.inside = view.run(anchors, reading.n_step)
             self._found |= {(SUM, False): window, (LAST, False): window[:, -1]}
 
     def find(self, place: str, is_stacked: bool) -> np.ndarray:
         """Row ids (n,), the windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
         if (place, is_stacked) not in self._found:
             if not is_stacked:
-                found = self._rows.next(self.find(self._last, False))
+                found = self._view.next(self.find(self._last, False))
             elif place == NEXT:  # those of the rows before, one further
                 frames, rows = self.find(self._last, True), self.find(NEXT, False)[:, None]
                 found = np.where(rows == frames[:, -1:], frames, np.concatenate([frames[:, 1:], rows], axis=1))
             else:
-                found = self._rows.frames(self.find(place, False), self._stack_num)
+                found = self._view.frames(self.find(place, False), self._stack_num)
             self._found[place, is_stacked] = found
         return self._found[place, is_stacked]
 

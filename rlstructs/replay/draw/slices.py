@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.rows.episodes import Episodes
-from rlstructs.replay.rows.span import Span
+from rlstructs.replay.draw.view import View
 
 WINDOW, TRAJECTORY = MEASURES = ("window", "trajectory")
 
@@ -37,9 +36,9 @@ class Slices:
         >>> from rlstructs.replay.rows.columns import Spec
         >>> storage = Storage(1, 10)
         >>> storage.columns.add("x", Spec(np.dtype(np.int64)))
-        >>> episodes = storage.track_episodes()
+        >>> _ = storage.track_episodes()
         >>> storage.write({"x": np.arange(6)[None]}, done=np.array([[False, True, False, False, False, True]]))
-        >>> rows, mask = Slices().draw(storage.span(), episodes, 3, 4, np.random.default_rng(0))
+        >>> rows, mask = Slices().draw(storage.view(), 3, 4, np.random.default_rng(0))
         >>> rows.tolist(), mask.all()
         ([[2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5]], np.True_)
     """
@@ -59,14 +58,11 @@ class Slices:
         self._low = self._head = 0
         self._snapshot = b""
 
-    def draw(
-        self, span: Span, episodes: Episodes, n: int, length: int, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, view: View, n: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draws `n` slices of `length` steps.
 
         Args:
-            span: all valid rows.
-            episodes: of their lane.
+            view: all valid rows, of one lane.
             n: number of slices.
             length: steps of each.
             rng: the generator.
@@ -77,7 +73,7 @@ class Slices:
         Raises:
             SpecError: no episode is that long.
         """
-        self._follow(span, episodes, length)
+        self._follow(view, length)
         starts, before = self._starts[self._first : self._end], self._before[self._first : self._end]
         oldest = int(self._weight((starts[0] if starts.size else self._head) - self._low))
         total = oldest
@@ -97,7 +93,7 @@ class Slices:
         n_steps = behind - first
         if self.per == TRAJECTORY:
             number = rng.integers(np.maximum(n_steps - length, 0) + 1)
-        return window(span, first + number, np.minimum(n_steps, length), length)
+        return view.run(view.columns.at_steps(0, first + number), length)
 
     def _weight(self, n_steps: Any) -> Any:
         """The weight of an episode with so many steps, int64."""
@@ -105,20 +101,20 @@ class Slices:
             return np.where(n_steps >= (self._length if self.strict else 1), 1, 0)
         return np.maximum(n_steps - self._length + 1, np.where(n_steps > 0, 0 if self.strict else 1, 0))
 
-    def _follow(self, span: Span, episodes: Episodes, length: int) -> None:
+    def _follow(self, view: View, length: int) -> None:
         if length != self._length:
             self._length = length
             self._weigh(self._first + 1)
-        if span.snapshot == self._snapshot:
+        if view.snapshot == self._snapshot:
             return
-        low, head = int(span.low[0]), int(span.head[0])
+        low, head = int(view.low[0]), int(view.head[0])
         if not low <= self._head <= head:  # all known rows are gone
             self._first = self._end = 0
             self._head = low
-        rows = span.newer(np.array([self._head]))
-        self._append(self._head + np.flatnonzero(episodes.begin(rows)))
+        rows = view.newer(np.array([self._head]))
+        self._append(self._head + np.flatnonzero(view.begin(rows)))
         self._first += int(np.searchsorted(self._starts[self._first : self._end], low, side="right"))
-        self._low, self._head, self._snapshot = low, head, span.snapshot
+        self._low, self._head, self._snapshot = low, head, view.snapshot
 
     def _append(self, found: np.ndarray) -> None:
         n_held = self._end - self._first
@@ -143,18 +139,3 @@ class Slices:
         if new < self._end:
             weights = self._weight(np.diff(self._starts[new - 1 : self._end]))
             self._before[new : self._end] = self._before[new - 1] + np.cumsum(weights)
-
-
-def window(span: Span, steps: np.ndarray, counts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows from each step on, in a store of one lane, and a mask of those that count, (n, length) each.
-
-    Args:
-        span: all valid rows.
-        steps: int64 (n,), the first steps.
-        counts: int64 (n,), at least 1, how many rows count; the others repeat the last.
-        length: of every window.
-    """
-    index = np.arange(length)
-    mask = index < counts[:, None]
-    offsets = index if mask.all() else np.minimum(index, counts[:, None] - 1)
-    return span.columns.at_steps(0, steps[:, None] + offsets), mask

@@ -30,24 +30,20 @@ class Stream:
         generator: numpy's.
 
     Attributes:
-        generator: the present one; assignment begins another stream.
+        generator: the present one; `restart` sets another.
     """
 
     def __init__(self, generator: np.random.Generator) -> None:
-        self.generator = generator
+        self.restart(generator)
         _streams.add(self)
 
-    @property
-    def generator(self) -> np.random.Generator:
-        return self._generator
-
-    @generator.setter
-    def generator(self, generator: np.random.Generator) -> None:
-        self._generator, self._root, self._n_copies = generator, _digest(generator), 0
+    def restart(self, generator: np.random.Generator) -> None:
+        """Begins another stream."""
+        self.generator, self._root, self._n_copies = generator, _digest(generator), 0
 
     def derive(self, *numbers: int) -> np.random.Generator:
         """Makes the generator of a copy, whose numbers no other copy has."""
-        kind: Any = type(self._generator.bit_generator)
+        kind: Any = type(self.generator.bit_generator)
         return np.random.Generator(kind(np.random.SeedSequence([self._root, *numbers])))
 
     def count_copy(self) -> int:
@@ -58,16 +54,16 @@ class Stream:
     def __getstate__(self) -> dict[str, Any]:
         if context.get_spawning_popen() is not None:  # for a process that is being started
             return {"generator": self.derive(self.count_copy()), "process": None}
-        return {"generator": self._generator, "process": _token, "root": self._root, "n_copies": self._n_copies}
+        return {"generator": self.generator, "process": _token, "root": self._root, "n_copies": self._n_copies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.generator = state["generator"]
+        self.restart(state["generator"])
         if state["process"] is not None:
             self._root, self._n_copies = state["root"], state["n_copies"]
             if state["process"] != _token and multiprocessing.parent_process() is not None:
                 _arrived[self._root] += 1
                 name = multiprocessing.current_process().name.encode()
-                self.generator = self.derive(int.from_bytes(name, "big"), _arrived[self._root])
+                self.restart(self.derive(int.from_bytes(name, "big"), _arrived[self._root]))
         _streams.add(self)
 
 
@@ -90,7 +86,7 @@ def _renew() -> None:
     global _token
     _token = os.urandom(16)
     for stream in list(_streams):
-        stream.generator = stream.derive(stream.count_copy())
+        stream.restart(stream.derive(stream.count_copy()))
 
 
 if hasattr(os, "register_at_fork"):

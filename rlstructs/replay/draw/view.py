@@ -1,4 +1,4 @@
-"""The rows of a buffer at one time, and their neighbours in their episodes."""
+"""The rows of a store at one time, and the neighbours of each in its lane and in its episode."""
 
 from __future__ import annotations
 
@@ -8,107 +8,238 @@ from typing import Any
 
 import numpy as np
 
-from rlstructs.replay.rows.span import Span, draw_numbers
-from rlstructs.replay.rows.store import Storage
+from rlstructs.replay.rows.episodes import Episodes
+from rlstructs.replay.rows.lanes import LANE, Ring, RowIds, keep_order
 
 
-class Snapshot:
-    """The rows of one store.
+class View:
+    """The rows that can be drawn: steps `[low, high)` of each lane, from a copy of the counters.
+
+    A pickle has the counters without the episodes: what a drawn row stood for needs no more.
 
     Args:
-        storage: the store, which tracks episodes.
-        span: its counters at that time; None for now.
+        ring: the counters.
+        columns: the row ids of the store.
+        length: how many rows a sample has, from the drawn row on.
+        episodes: of the rows; None if the store does not track them, and then nobody may ask about episodes.
     """
 
-    def __init__(self, storage: Storage, span: Span | None = None) -> None:
-        assert storage.episodes is not None
-        self.storage, self.episodes = storage, storage.episodes
-        self.span = storage.span() if span is None else span
-        self.total: int = self.span.total
+    def __init__(self, ring: Ring, columns: RowIds, length: int = 1, episodes: Episodes | None = None) -> None:
+        self.columns, self.length, self.episodes = columns, length, episodes
+        # Two equal copies in a row are consistent: counters only grow, and a writer may interrupt a copy.
+        self.snapshot = b""
+        while self.snapshot != (seen := ring.counters.tobytes()):
+            self.snapshot = seen
+            keep_order()  # rows are read after the counters
+        counters = np.frombuffer(self.snapshot, np.int64).reshape(ring.counters.shape)
+        # Lanes are nearly always in step: then plain numbers replace arrays.
+        self.aligned = columns.n_lanes == 1 or bool((counters == counters[:, :1]).all())
+        low: Any
+        head: Any
+        self.total: int
+        base, reserved, head = counters[:, 0].tolist() if self.aligned else counters
+        if self.aligned:
+            low = max(base, reserved - ring.capacity)
+            high = max(head - length + 1, low)
+            self.total = (high - low) * columns.n_lanes
+        else:
+            low = np.maximum(base, reserved - ring.capacity)
+            high = np.maximum(head - length + 1, low)
+            self.total = int((high - low).sum())
+        self._low, self._high, self._head, self._reserved = low, high, head, reserved
+        # Rows need no others after them, and no writer is about to overwrite one.
+        self.is_settled = length == 1 and bool((reserved == head) if self.aligned else (reserved == head).all())
 
-    def every_row(self) -> np.ndarray:
-        """Every row, lane by lane and from the oldest on."""
-        return self.span.every_row()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "episodes": None}
 
-    def numbered(self, index: np.ndarray) -> np.ndarray:
-        """The rows with these numbers, counted lane by lane and from the oldest on."""
-        return self.span.row_ids(index)
+    # Rows
+
+    @property
+    def low(self) -> np.ndarray:
+        """The first step of each lane, int64 (n_lanes,)."""
+        return self._of_lanes(self._low)
+
+    @property
+    def high(self) -> np.ndarray:
+        """The end of the steps of each lane, int64 (n_lanes,)."""
+        return self._of_lanes(self._high)
+
+    @property
+    def head(self) -> np.ndarray:
+        """The head of each lane, int64 (n_lanes,), which determines the step of a row id."""
+        return self._of_lanes(self._head)
+
+    def _of_lanes(self, value: Any) -> np.ndarray:
+        return np.full(self.columns.n_lanes, value) if self.aligned else np.asarray(value)
+
+    @property
+    def steps_of_all(self) -> tuple[int, int] | None:
+        """The first step and the number of steps, if they are the same in every lane."""
+        return (self._low, self._high - self._low) if self.aligned else None
+
+    def counts(self) -> np.ndarray:
+        """Rows per lane, int64."""
+        return np.asarray(self.high - self.low)
+
+    def row_ids(self, index: np.ndarray) -> np.ndarray:
+        """The row ids of row numbers, each in [0, total), which count lane by lane and from the oldest on."""
+        if self.aligned:
+            return self.columns.numbered(index, self._low, self._high - self._low)
+        return numbered(self.columns, self._low, self.counts(), index)
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """Draws `n` rows, each as likely as any other."""
-        return self.span.draw(n, rng)
+        """Draws `n` row ids, each row as likely as any other."""
+        index = draw_numbers(self.total, n, rng)
+        # In full lanes a row number is a row id too, though of another row.
+        return index if self.total == self.columns.n_rows else self.row_ids(index)
 
-    def has(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these are valid, bool."""
-        return self.span.has(rows)
+    def every_row(self) -> np.ndarray:
+        """All row ids, sorted by row number."""
+        if self.aligned and self.columns.order == LANE:
+            return self.columns.between(self._low, self._high)
+        return self.row_ids(np.arange(self.total))
+
+    def by_step(self) -> np.ndarray:
+        """All row ids, sorted by step and then by lane."""
+        if self.aligned:
+            steps = np.arange(self._low, self._high)[:, None]
+            return self.columns.at_steps(np.arange(self.columns.n_lanes), steps).reshape(-1)
+        rows, _ = self.by_lane(1)
+        return rows[np.lexsort((self.columns.lanes(rows), self.steps(rows)))]
+
+    def by_lane(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """All row ids, sorted by lane and then by step, and the positions where sequences of `length` begin."""
+        counts = self.counts()
+        lanes = np.repeat(np.arange(counts.size), counts)
+        return self.columns.at_steps(lanes, self.low[lanes] + _places(lanes)), find_starts(lanes, length)
+
+    def by_slot(self, index: np.ndarray) -> np.ndarray:
+        """The row ids with these numbers, counted by lane and then by slot.
+
+        Raises:
+            IndexError: there are fewer rows.
+        """
+        if index.size and index.max() >= self.total:
+            raise IndexError(f"row {index.max()} is not among {self.total}")
+        capacity, low, counts = self.columns.capacity, self._low, self._high - self._low
+        if self.aligned:
+            lanes, number = divmod(index, counts) if self.columns.n_lanes > 1 else (0, index)
+        else:
+            ends = np.cumsum(counts)
+            lanes = np.searchsorted(ends, index, side="right")
+            number, low, counts = index - (ends - counts)[lanes], low[lanes], counts[lanes]
+        # The newest rows come first where a lane has gone on to its first slot.
+        first = low % capacity
+        around = np.maximum(first + counts - capacity, 0)
+        return self.columns.rows(lanes, np.where(number < around, number, first + number - around))
 
     def newest(self) -> np.ndarray:
-        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
-        return self.span.newest()
+        """The row id of the newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
+        steps = max(self._head - 1, self._low) if self.aligned else np.maximum(self._head - 1, self._low)
+        return self.columns.rows(np.arange(self.columns.n_lanes), steps % self.columns.capacity)
+
+    def newer(self, since: np.ndarray) -> np.ndarray:
+        """The row ids of all rows from the steps `since` (n_lanes,) on."""
+        low = np.maximum(self.low, since)
+        counts = np.maximum(self.head - low, 0)
+        return numbered(self.columns, low, counts)
+
+    # Neighbours in the lane
+
+    def steps(self, rows: np.ndarray) -> np.ndarray:
+        """The steps of row ids, int64."""
+        return self.columns.steps(rows, self._head - 1)
+
+    def ages(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows are before each in its lane, int64."""
+        return np.asarray(self.steps(rows) - (self._low if self.aligned else self._low[self.columns.lanes(rows)]))
+
+    def left(self, rows: np.ndarray) -> np.ndarray:
+        """How many rows there are in its lane from each on, int64."""
+        return np.asarray((self._head if self.aligned else self._head[self.columns.lanes(rows)]) - self.steps(rows))
+
+    def has(self, rows: np.ndarray) -> np.ndarray:
+        """Which row ids are there, bool."""
+        return self.holds(rows, self.steps(rows))
+
+    def holds(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Which rows are there and still hold these steps, bool."""
+        if self.aligned:
+            return np.asarray((steps >= self._low) & (steps < self._high))
+        lanes = self.columns.lanes(rows)
+        return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
+
+    def is_reserved(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows a writer is about to write, bool."""
+        return np.asarray(
+            self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[self.columns.lanes(rows)]
+        )
+
+    # Neighbours in the episode
 
     def unfinished(self) -> np.ndarray:
         """The newest rows of the lanes whose episodes go on, int64."""
         newest = self.newest()
-        if self.total < self.span.columns.n_rows:  # lanes may be empty
-            newest = newest[self.span.counts() > 0]
-        return np.asarray(newest[~self.episodes.end(newest)])
+        if self.total < self.columns.n_rows:  # lanes may be empty
+            newest = newest[self.counts() > 0]
+        return np.asarray(newest[~self._tracked().end(newest)])
 
-    def prev(self, rows: np.ndarray) -> np.ndarray:
-        """The row before each in its episode, or the row itself if there is none."""
-        stays = self.episodes.begin(rows) | (self.span.ages(rows) == 0)
-        return self.shifted(rows, stays - np.int64(1))
-
-    def next(self, rows: np.ndarray) -> np.ndarray:
-        """The row after each in its episode, or the row itself if there is none."""
-        stays = self.episodes.end(rows) | (self.span.left(rows) == 1)
-        return self.shifted(rows, ~stays)
-
-    def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
-        """The rows so many steps after these in their lanes."""
-        return self.span.columns.shifted(rows, by)
+    def begin(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows begin an episode, bool."""
+        return self._tracked().begin(rows)
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
         """The number of valid rows before each in its episode, int64."""
-        return np.asarray(np.minimum(self.episodes.times(rows), self.span.ages(rows)))
+        return np.asarray(np.minimum(self._tracked().times(rows), self.ages(rows)))
 
-    def following(self, rows: np.ndarray) -> np.ndarray:
-        """The number of valid rows after each (B,) in its episode, int64."""
-        return np.asarray(np.minimum(self.episodes.remaining(rows), self.span.left(rows)) - 1)
+    def remaining(self, rows: np.ndarray) -> np.ndarray:
+        """The number of valid rows from each on in its episode, itself included, int64."""
+        return np.asarray(np.minimum(self._tracked().remaining(rows), self.left(rows)))
+
+    def prev(self, rows: np.ndarray) -> np.ndarray:
+        """The row before each in its episode, or the row itself if there is none."""
+        return self.columns.shifted(rows, (self.depths(rows) == 0) - np.int64(1))
+
+    def next(self, rows: np.ndarray) -> np.ndarray:
+        """The row after each in its episode, or the row itself if there is none."""
+        return self.columns.shifted(rows, self.remaining(rows) != 1)
 
     def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
         """Each row (B,) after the n - 1 before it in its episode, (B, n); the first valid one is repeated."""
         back = np.minimum(np.arange(n - 1, -1, -1), self.depths(rows)[:, None])
-        return self.shifted(rows[:, None], -back)
+        return self.columns.shifted(rows[:, None], -back)
 
-    def n_step(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each row (B,) and those after it, up to n, the end of its episode or the newest row.
+    def run(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Each row (B,) and those after it, up to n or the end of its episode, and which of them count.
 
         Returns:
-            Rows (B, n), the last one repeated; a mask of those that count, bool (B, n); their number, int64 (B,).
+            Rows (B, n), the last one repeated; a mask of those that are no repetition, bool (B, n).
         """
-        counts, index = np.minimum(self.following(rows) + 1, n), np.arange(n)
-        return self.shifted(rows[:, None], np.minimum(index, counts[:, None] - 1)), index < counts[:, None], counts
+        counts, index = self.remaining(rows)[:, None], np.arange(n)
+        mask = index < counts
+        offsets = index if mask.all() else np.minimum(index, counts - 1)
+        return self.columns.shifted(rows[:, None], offsets), mask
 
     def episodes_of(self, rows: np.ndarray) -> np.ndarray:
         """A number for each row (B,) that only rows of the same episode share, int64."""
-        columns = self.span.columns
-        first = self.span.steps(rows) - self.episodes.times(rows)
-        return np.asarray(first * columns.n_lanes + columns.lanes(rows))
+        first = self.steps(rows) - self._tracked().times(rows)
+        return np.asarray(first * self.columns.n_lanes + self.columns.lanes(rows))
 
-    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
-        """These rows of some columns, private memory, `(*rows.shape, *shape)` each."""
-        return self.storage.gather(names, rows)
+    def _tracked(self) -> Episodes:
+        assert self.episodes is not None, "the store tracks episodes"
+        return self.episodes
 
 
-class JoinedSnapshot:
-    """The rows of several stores, one after another; its methods are those of `Snapshot`.
+class JoinedView:
+    """The rows of several stores, one after another; its methods are those of `View`.
 
     Args:
         parts: one of each store.
         sizes: how many row ids each takes.
     """
 
-    def __init__(self, parts: Sequence[Snapshot], sizes: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[View], sizes: Sequence[int]) -> None:
         self.parts = parts
         self.offsets = np.cumsum([0, *sizes]).tolist()
         self.total = sum(part.total for part in parts)
@@ -125,17 +256,17 @@ class JoinedSnapshot:
     def _join(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([own + offset for own, offset in zip(rows, self.offsets, strict=False)])
 
-    def numbered(self, index: np.ndarray) -> np.ndarray:
+    def row_ids(self, index: np.ndarray) -> np.ndarray:
         rows, start = np.zeros(index.shape, np.int64), 0
         for part, offset in zip(self.parts, self.offsets, strict=False):
             inside = (index >= start) & (index < start + part.total)
             if inside.any():
-                rows[inside] = part.numbered(index[inside] - start) + offset
+                rows[inside] = part.row_ids(index[inside] - start) + offset
             start += part.total
         return rows
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        return self.numbered(draw_numbers(self.total, n, rng))
+        return self.row_ids(draw_numbers(self.total, n, rng))
 
     def has(self, rows: np.ndarray) -> np.ndarray:
         return self._fill(np.zeros(rows.shape, bool), rows, lambda part, own, _: part.has(own))
@@ -153,30 +284,22 @@ class JoinedSnapshot:
         frames = np.zeros((*rows.shape, n), np.int64)
         return self._fill(frames, rows, lambda part, own, offset: part.frames(own, n) + offset)
 
-    def n_step(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        window, mask = np.zeros((*rows.shape, n), np.int64), np.zeros((*rows.shape, n), bool)
-        for part, at, own, offset in self._parts_of(rows):
-            after, mask[at], _ = part.n_step(own, n)
-            window[at] = after + offset
-        return window, mask, mask.sum(axis=-1)
-
-    def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
-        specs = [self.parts[-1].storage.columns.specs[name] for name in names]
-        arrays = [np.full((*rows.shape, *spec.shape), None if spec.is_object else 0, spec.dtype) for spec in specs]
-        for part, at, own, _ in self._parts_of(rows):
-            for array, values in zip(arrays, part.gather(names, own), strict=True):
-                array[at] = values
-        return arrays
+    def run(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+        after, mask = np.zeros((*rows.shape, n), np.int64), np.zeros((*rows.shape, n), bool)
+        for part, at, own, offset in self.split(rows):
+            after[at], mask[at] = part.run(own, n)
+            after[at] += offset
+        return after, mask
 
     def _fill(
-        self, found: np.ndarray, rows: np.ndarray, find: Callable[[Snapshot, np.ndarray, int], np.ndarray]
+        self, found: np.ndarray, rows: np.ndarray, find: Callable[[View, np.ndarray, int], np.ndarray]
     ) -> np.ndarray:
         """Fills an array with what `find` returns for a part, its own row ids, and their offset."""
-        for part, at, own, offset in self._parts_of(rows):
+        for part, at, own, offset in self.split(rows):
             found[at] = find(part, own, offset)
         return found
 
-    def _parts_of(self, rows: np.ndarray) -> Iterator[tuple[Snapshot, np.ndarray, np.ndarray, int]]:
+    def split(self, rows: np.ndarray) -> Iterator[tuple[View, np.ndarray, np.ndarray, int]]:
         """The parts of these rows: where its rows are in `rows`, bool; their ids in the part; and their offset."""
         for part, (start, stop) in zip(self.parts, itertools.pairwise(self.offsets), strict=True):
             inside = (rows >= start) & (rows < stop)
@@ -184,4 +307,28 @@ class JoinedSnapshot:
                 yield part, inside, rows[inside] - start, start
 
 
-AnySnapshot = Snapshot | JoinedSnapshot
+AnyView = View | JoinedView
+
+
+def find_starts(lanes: np.ndarray, length: int) -> np.ndarray:
+    """The positions where sequences of `length` rows begin; `lanes`, those of the rows, are sorted."""
+    return np.flatnonzero(_places(lanes) % length == 0)
+
+
+def _places(lanes: np.ndarray) -> np.ndarray:
+    """The number of each row in its lane; the lanes are sorted."""
+    return np.asarray(np.arange(lanes.size) - np.searchsorted(lanes, lanes))
+
+
+def numbered(columns: RowIds, low: np.ndarray, counts: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
+    """The row ids of row numbers, which count `counts` rows of each lane from the step `low` on; None for all."""
+    ends = np.cumsum(counts)
+    index = np.arange(ends[-1]) if index is None else index
+    lanes = np.searchsorted(ends, index, side="right")
+    steps = low[lanes] + index - (ends - counts)[lanes]
+    return columns.at_steps(lanes, steps)
+
+
+def draw_numbers(total: int, n: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws `n` numbers below `total`, each as likely as any other, in half the time of `rng.integers`; int64."""
+    return (rng.random(n) * total).astype(np.int64)

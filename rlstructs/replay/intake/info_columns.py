@@ -125,7 +125,7 @@ def _is_empty(values: Any) -> bool:
 
 def held_values(storage: Storage, name: str, spec: Spec) -> np.ndarray:
     """The valid rows of a column of numbers."""
-    [values] = storage.gather([name], storage.span().every_row())
+    [values] = storage.gather([name], storage.view().every_row())
     return from_bits(values) if spec.is_bfloat16 else np.asarray(values)
 
 
@@ -142,7 +142,7 @@ def adopt(storage: Storage, plan: Plan) -> None:
     changed = {**made, **dict.fromkeys(folded, OBJECTS)}
     require_bytes(storage.columns, changed, changed)
     with storage.lock:
-        rows = storage.span().every_row()
+        rows = storage.view().every_row()
         values = {name: (spec, _convert_column(storage, rows, name, spec)) for name, spec in made.items()}
         for name, below in folded.items():
             values[name] = OBJECTS, _fold_columns(storage, rows, name, below)

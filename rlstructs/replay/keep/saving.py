@@ -186,7 +186,7 @@ def used_slots(buffer: Stored) -> int:
 
 def _held_objects(buffer: Stored, name: str, n_slots: int) -> np.ndarray:
     """The first slots of every lane of a column of objects, (n_lanes, n_slots); None in empty rows."""
-    columns, rows = buffer._storage.columns, buffer._storage.span().every_row()
+    columns, rows = buffer._storage.columns, buffer._storage.view().every_row()
     if buffer._keeps_dropped:
         rows = np.arange(columns.n_rows)
     held = np.full((columns.n_lanes, columns.capacity), None, object)

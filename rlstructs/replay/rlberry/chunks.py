@@ -14,16 +14,13 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
-from rlstructs.replay.draw import expand
-from rlstructs.replay.draw.expand import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, MASK_ENDS, Window
-from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
+from rlstructs.replay.draw.plan import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, Selection, Uniform, Windows
+from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
 from rlstructs.replay.intake.arrays import host_array, spec_of
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.rows.span import Selection, Span, Uniform, draw_fitting
-from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 
@@ -267,7 +264,7 @@ class ChunkReplayBuffer(Buffer):
         n = check_count("batch_size", batch_size)
         if unknown := set(self._reading.stack_keys or ()) - self._intake.tags.keys():
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
-        if not self._storage.span(length).total:
+        if not self._storage.view(length).total:
             return None
         select = partial(self._select, length=length, mode=sampling_mode)
         picked, arrays = self._storage.sample(n, select, self._read)
@@ -304,19 +301,23 @@ class ChunkReplayBuffer(Buffer):
             self._priorities.clear()
 
     def _select(self, n: int, length: int, mode: str) -> Selection:
-        storage, priorities, ends, rng = self._storage, self._priorities, self._episode_ends, self._rng
+        storage, priorities, ends, rng = self._storage, self._priorities, self._episode_ends, self._stream.generator
+        wanted = f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")
+        by_priority = priorities is not None and mode == PRIORITIZED
+        picker: Any = priorities if by_priority else EVENLY
+        weights = np.ones(n, np.float32)
         with contextlib.nullcontext() if priorities is None else priorities.lock:
-            if priorities is None or mode == UNIFORM:
-                picked = _draw_uniform(storage, n, length, ends, rng)
-            else:
-                picked = _draw_by_priority(storage, priorities, n, length, ends, self._beta, rng)
+            picked = Windows(length, ends, is_last=by_priority).select(storage, picker, n, rng, wanted)
             if priorities is not None:
-                priorities.drawn.remember(picked.span, picked.rows)
-        picked.earliest = self._reading.earliest(storage, picked.span, picked.rows[:, 0])
+                if by_priority:
+                    weights = importance_weights(picked.fields.pop(LEAVES), priorities.tree.minimum, self._beta)
+                priorities.drawn.remember(picked.view, picked.rows)
+        picked.fields = {"weights": weights, **picked.fields}
+        picked.earliest = self._reading.earliest(picked.view, picked.rows[:, 0])
         return picked
 
     def _read(self, picked: Selection) -> dict[str, Any]:
-        return self._reading.read(self._storage, picked.span, list(self._specs), picked.rows)
+        return self._reading.read(self._storage, picked.view, list(self._specs), picked.rows)
 
     # Files and copies
 
@@ -344,48 +345,3 @@ class ChunkReplayBuffer(Buffer):
             self._priorities = priorities
 
         return restore
-
-
-def _draw_uniform(storage: Storage, n: int, length: int, ends: str, rng: np.random.Generator) -> Selection:
-    """Draws `n` chunks, each as likely as any other; see `_draw_by_priority` for the arguments."""
-    span, episodes = storage.span(length), storage.track_episodes()
-    if ends == AVOID_ENDS:
-        fits = partial(expand.fits, episodes, length=length)
-        anchors = draw_fitting(lambda k: EVENLY.draw(span, k, rng), fits, n, rng.choice, span, _wanted(ends, length))
-    else:
-        anchors = EVENLY.draw(span, n, rng)
-    window = (expand.padded if ends == MASK_ENDS else expand.chunk)(span, episodes, anchors, length)
-    return _selection(window, span, np.ones(n, np.float32))
-
-
-def _draw_by_priority(
-    storage: Storage, priorities: Priorities, n: int, length: int, ends: str, beta: float, rng: np.random.Generator
-) -> Selection:
-    """Draws `n` chunks that end with rows drawn in proportion to their priorities.
-
-    Args:
-        storage: the store, which tracks episodes.
-        priorities: of its rows.
-        n: number of chunks.
-        length: rows of each.
-        ends: as `episode_ends` of the buffer.
-        beta: exponent of the weights.
-        rng: the generator.
-
-    Raises:
-        SpecError: there is no chunk to draw.
-    """
-    span, episodes = storage.span(), storage.track_episodes()
-    fits = partial(expand.fits_to, span, episodes if ends == AVOID_ENDS else None, length=length)
-    anchors, leaves = priorities.draw_rows(span, n, rng, fits if length > 1 else None, _wanted(ends, length))
-    weights = importance_weights(leaves, priorities.tree.minimum, beta)
-    window = (expand.padded_to if ends == MASK_ENDS else expand.chunk_to)(span, episodes, anchors, length)
-    return _selection(window, span, weights)
-
-
-def _selection(window: Window, span: Span, weights: np.ndarray) -> Selection:
-    return Selection(window.rows, span, {"weights": weights, "mask": window.mask, "is_first": window.is_first})
-
-
-def _wanted(ends: str, length: int) -> str:
-    return f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")

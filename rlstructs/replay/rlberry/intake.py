@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import as_rows, as_whole, from_bits, host_array, is_mapping, spec_of
 from rlstructs.replay.intake.intake import GROW, Intake
 from rlstructs.replay.intake.roles import ends_among
@@ -16,7 +17,6 @@ from rlstructs.replay.intake.trajectories import NAMES, STATES, Steps, key_of
 from rlstructs.replay.keep.checks import Claims, dtype_called
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rows.columns import Spec
-from rlstructs.replay.rows.span import Span
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import ALL, Storage
 from rlstructs.replay.rows.widening import cast
@@ -186,10 +186,10 @@ class StoredRows(Mapping[str, GatheredColumn]):
         if spec is None:  # no row has come yet
             return np.zeros(numbers.shape, self._intake.tags[tag].dtype)
 
-        def read(span: Span, some: np.ndarray) -> list[Any]:
-            return storage.gather([tag], span.by_slot(some))
+        def read(view: View, some: np.ndarray) -> list[Any]:
+            return storage.gather([tag], view.by_slot(some))
 
-        [rows] = storage.read_at(numbers, read, lambda span, some: span.by_slot(some))
+        [rows] = storage.read_at(numbers, read, lambda view, some: view.by_slot(some))
         return from_bits(rows) if spec.is_bfloat16 else rows
 
     def __iter__(self) -> Iterator[str]:

@@ -19,6 +19,8 @@ import numpy as np
 
 from rlstructs.debug import is_on
 from rlstructs.errors import StateError
+from rlstructs.replay.draw.plan import Selection
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.rows.backing import Backing, Heap, Shared
 from rlstructs.replay.rows.blocks import lead_of
 from rlstructs.replay.rows.columns import Columns, Spec
@@ -26,7 +28,6 @@ from rlstructs.replay.rows.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EPISODE_CHANGES, LANE, REWRITES, Counters, Ring, RowIds, keep_order
 from rlstructs.replay.rows.linked import LinkedColumns
-from rlstructs.replay.rows.span import Selection, Span
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 
@@ -81,7 +82,7 @@ class Storage(CopiedWhole):
         self._backing = backing
         self.counters = Counters(n_lanes, backing)
         self.lock = threading.RLock()
-        self._span: Span | None = None
+        self._view: View | None = None
         self._quick_writer: weakref.ref[QuickWriter] | None = None
         # Incremented by every change except those of a `StepWriter`.
         self.version = 0
@@ -111,12 +112,12 @@ class Storage(CopiedWhole):
         columns = self.columns
         columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
         # Spans have these: they live longer than columns, whose memory they would keep.
-        self._ids, self._span = RowIds(columns.n_lanes, columns.capacity, columns.order), None
+        self._ids, self._view = RowIds(columns.n_lanes, columns.capacity, columns.order), None
         if self.episodes is not None:
             self.episodes.columns.ring = self.ring
 
     def __len__(self) -> int:
-        return self.span().total
+        return self.view().total
 
     @property
     def nbytes(self) -> int:
@@ -206,6 +207,7 @@ class Storage(CopiedWhole):
         """Records episodes from now on; the rows already in a lane become one episode."""
         if self.episodes is None:
             self.version += 1
+            self._view = None  # it has no episodes
             self.episodes = Episodes(self.ring, self.columns.order, self._backing)
             if len(self.ring):
                 self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
@@ -349,11 +351,11 @@ class Storage(CopiedWhole):
             if name in columns.flat:  # only rows that are read are ever written to a linked column
                 columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
 
-    def span(self, length: int = 1) -> Span:
+    def view(self, length: int = 1) -> View:
         """The rows that can be drawn now: valid ones with at least `length - 1` rows after them."""
-        last = self._span
+        last = self._view
         if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
-            last = self._span = Span(self.ring, self._ids, length)
+            last = self._view = View(self.ring, self._ids, length, self.episodes)
         return last
 
     def sample(
@@ -387,8 +389,8 @@ class Storage(CopiedWhole):
     def read_at(
         self,
         rows: np.ndarray,
-        read: Callable[[Span, np.ndarray], A],
-        find_first: Callable[[Span, np.ndarray], np.ndarray] = lambda span, rows: rows,
+        read: Callable[[View, np.ndarray], A],
+        find_first: Callable[[View, np.ndarray], np.ndarray] = lambda view, rows: rows,
     ) -> A:
         """Reads rows by their ids, none torn: threads of this process wait, and rows of other writers are read again.
 
@@ -401,25 +403,25 @@ class Storage(CopiedWhole):
             StateError: another process writes to these rows, or does not end a write.
         """
         with self.lock:
-            span = self.span()
-            arrays, left = read(span, rows), rows
-            if self.is_current(span) and span.is_settled:
+            view = self.view()
+            arrays, left = read(view, rows), rows
+            if self.is_current(view) and view.is_settled:
                 return arrays
             at = np.arange(len(rows))
             for attempt in range(MAX_REDRAWS):
-                first = find_first(span, left)
-                torn = span.steps(first) < self.ring.reserved[self.columns.lanes(first)] - self.ring.capacity
+                first = find_first(view, left)
+                torn = view.steps(first) < self.ring.reserved[self.columns.lanes(first)] - self.ring.capacity
                 if not torn.any():
                     return arrays
                 time.sleep(0.001 * (attempt > MAX_REDRAWS // 10))
                 at, left = at[torn], left[torn]
-                replacements = read(span := self.span(), left)
+                replacements = read(view := self.view(), left)
                 keep_order()
                 for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
                     arrays[name][at] = replacements[name]
         raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
 
-    def read_all(self, rows: Callable[[Span], np.ndarray], read: Callable[[np.ndarray], A]) -> tuple[np.ndarray, A]:
+    def read_all(self, rows: Callable[[View], np.ndarray], read: Callable[[np.ndarray], A]) -> tuple[np.ndarray, A]:
         """Reads all valid rows in an order; threads of this process wait.
 
         Args:
@@ -430,25 +432,25 @@ class Storage(CopiedWhole):
             The rows and the arrays, without the rows that other processes have overwritten meanwhile.
         """
         with self.lock:
-            every = rows(span := self.span())
-            arrays, stale = read(every), self.find_overwritten(Selection(every[:, None], span))
+            every = rows(view := self.view())
+            arrays, stale = read(every), self.find_overwritten(Selection(every[:, None], view))
         if stale is None:
             return every, arrays
         for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
             arrays[name] = arrays[name][~stale]
         return every[~stale], arrays
 
-    def is_current(self, span: Span) -> bool:
+    def is_current(self, view: View) -> bool:
         """Whether nothing was written since, so that rows that were read before this call are whole."""
         keep_order()
-        return self.ring.counters.tobytes() == span.snapshot
+        return self.ring.counters.tobytes() == view.snapshot
 
     def find_overwritten(self, picked: Selection) -> np.ndarray | None:
         """Which samples lack rows that have been overwritten since, bool (B,); None if none does."""
-        if self.is_current(picked.span):
+        if self.is_current(picked.view):
             return None
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
-        stale = np.asarray(picked.span.steps(first) < self.ring.oldest()[self.columns.lanes(first)])
+        stale = np.asarray(picked.view.steps(first) < self.ring.oldest()[self.columns.lanes(first)])
         return stale if stale.any() else None
 
     def share(self) -> None:
@@ -479,11 +481,11 @@ class Storage(CopiedWhole):
         return (self.version, self.ring.counters.tobytes()) if self.is_private else None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("ring", "lock", "_span", "_ids", "_quick_writer")
+        left_out = ("ring", "lock", "_view", "_ids", "_quick_writer")
         return {key: value for key, value in super().__getstate__().items() if key not in left_out}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self.lock, self._span, self._quick_writer = threading.RLock(), None, None
+        self.lock, self._view, self._quick_writer = threading.RLock(), None, None
         self._map()
         renew_lock_after_fork(self)

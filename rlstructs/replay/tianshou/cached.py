@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffer import Buffer
-from rlstructs.replay.draw.view import AnySnapshot, JoinedSnapshot
+from rlstructs.replay.draw.view import AnyView, JoinedView
 from rlstructs.replay.intake.info_columns import OBJECTS, Plan, adopt, held_values, require_bytes
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.intake.trajectories import Steps
@@ -88,10 +88,19 @@ class JoinedTable(Table):
             unify(self.main.storage, self.storage)
             self._unified = main.layout, own.layout
 
-    def rows(self) -> AnySnapshot:
+    def rows(self) -> AnyView:
         self.follow_main()
         parts, sizes = [self.main.own_rows(), self.own_rows()], [self.main.maxsize, super().maxsize]
-        return JoinedSnapshot(parts, sizes)
+        return JoinedView(parts, sizes)
+
+    def gather(self, names: Sequence[str], at: np.ndarray) -> list[Any]:
+        specs = [self.storage.columns.specs[name] for name in names]
+        arrays = [np.full((*at.shape, *spec.shape), None if spec.is_object else 0, spec.dtype) for spec in specs]
+        edge = self.main.maxsize
+        for storage, inside, offset in ((self.main.storage, at < edge, 0), (self.storage, at >= edge, edge)):
+            for array, values in zip(arrays, storage.gather(names, at[inside] - offset), strict=True):
+                array[inside] = values
+        return arrays
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
         self.follow_main()
@@ -222,12 +231,12 @@ class CachedIntake(TransitionIntake):
         first: Any = -1
         last: Any = -1
         if self.main.table.lane_size:
-            counts = rows.span.counts()[lanes]
+            counts = rows.counts()[lanes]
             ends = np.cumsum(counts)
-            steps = np.arange(ends[-1]) + np.repeat(rows.span.low[lanes] - (ends - counts), counts)
+            steps = np.arange(ends[-1]) + np.repeat(rows.low[lanes] - (ends - counts), counts)
             at = self.storage.columns.at_steps(np.repeat(lanes, counts), steps)
             names = list(self.specs)
-            block = {name: values[None] for name, values in zip(names, rows.gather(names, at), strict=True)}
+            block = {name: values[None] for name, values in zip(names, self.storage.gather(names, at), strict=True)}
             done = np.zeros((1, at.size), bool)
             done[0, ends - 1] = True
             # Of an episode that is longer than the main buffer the last rows stay.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.draw.reading import read_sources
-from rlstructs.replay.draw.view import AnySnapshot
+from rlstructs.replay.draw.reading import Gather, read_sources
+from rlstructs.replay.draw.view import AnyView
 from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array, is_mapping
 from rlstructs.replay.intake.infos import info_items
 from rlstructs.replay.intake.roles import is_info
@@ -59,7 +59,7 @@ class Editor:
         running.find_begins()
         running.shape(theirs.returns.shape[1:])
         running.clear()
-        lanes = np.flatnonzero(other.table.own_rows().span.counts())
+        lanes = np.flatnonzero(other.table.own_rows().counts())
         if lanes.size:  # the last of them was the last to be copied
             running.returns[0], running.lengths[0] = theirs.returns[lanes[-1]], theirs.lengths[lanes[-1]]
         placed = storage.columns.at_steps(0, head + np.arange(n))
@@ -72,7 +72,7 @@ class Editor:
         names = [name for name in other.specs if name in other.columns or keeps_next]
         names = [name for name in names if top(name) not in self.intake.ignored]
         sources = sources_of(tuple(names), tuple(other.columns))
-        arrays = read_sources(other.rows(), other.columns, sources, at, reading_of())
+        arrays = read_sources(other.rows(), other.gather, other.columns, sources, at, reading_of())
         return {name: transitions.raw_numbers(arrays[name], other.specs[name])[None] for name in names}
 
     # Columns
@@ -212,14 +212,14 @@ class Editor:
         with self.table.storage.lock:
             rows = self.table.rows()
             others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self.table.columns.items()}
-            return {**others, **dict(self._nulls(rows))}
+            return {**others, **dict(self._nulls(rows, self.table.gather))}
 
     def has_nulls(self) -> bool:
         """Whether a row holds NaN."""
         with self.table.storage.lock:
-            return any(null.any() for _, null in self._nulls(self.table.rows()))
+            return any(null.any() for _, null in self._nulls(self.table.rows(), self.table.gather))
 
-    def _nulls(self, rows: AnySnapshot) -> Iterator[tuple[str, np.ndarray]]:
+    def _nulls(self, rows: AnyView, gather: Gather) -> Iterator[tuple[str, np.ndarray]]:
         """The name of each column of floats, and where its rows, in order, are NaN: bool (n, *shape)."""
         at = rows.every_row()
         for name, spec in self.table.columns.items():
@@ -228,7 +228,7 @@ class Editor:
             null = np.zeros((at.size, *spec.shape), bool)
             for start in range(0, at.size, AT_ONCE):
                 part = slice(start, start + AT_ONCE)
-                [values] = rows.gather([name], at[part])
+                [values] = gather([name], at[part])
                 null[part] = np.isnan(from_bits(values) if spec.is_bfloat16 else values)
             yield name, null
 
@@ -241,7 +241,7 @@ class Editor:
         rows, storage, n_lanes = self.table.own_rows(), self.table.storage, self.table.n_lanes
         at = rows.every_row()
         keep = np.ones(at.size, bool)
-        for _, null in self._nulls(rows):
+        for _, null in self._nulls(rows, storage.gather):
             keep &= ~null.any(axis=tuple(range(1, null.ndim)))
         if keep.all():
             return None
@@ -251,7 +251,7 @@ class Editor:
         counts = np.bincount(columns.lanes(kept), minlength=n_lanes)
         valid = np.arange(counts.max(initial=0)) < counts[:, None]
         names = list(columns.specs)
-        block = {name: _padded(valid, values) for name, values in zip(names, rows.gather(names, kept), strict=True)}
+        block = {name: _padded(valid, values) for name, values in zip(names, storage.gather(names, kept), strict=True)}
         open_lanes = columns.lanes(np.intersect1d(rows.unfinished(), kept))
         storage.clear()
         storage.write(block, lengths=counts, done=transitions.ends_of(block), starts=_padded(valid, starts))

@@ -11,7 +11,7 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.draw.reading import discounted, read_sources
-from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array
 from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward, reading_of
@@ -69,8 +69,8 @@ class HindsightReader(Reader):
         self.compute_reward_fn = compute_reward_fn
         self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
 
-    def read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
-        assert isinstance(rows, Snapshot)
+    def read(self, rows: AnyView, frames: np.ndarray) -> dict[str, Any]:
+        assert isinstance(rows, View)
         arrays = super().read(rows, frames)
         at = frames[:, -1]
         if not at.size:
@@ -81,43 +81,43 @@ class HindsightReader(Reader):
             for first in (OBS, OBS_NEXT):
                 name = f"{first}/{DESIRED}"
                 spec = self.table.specs[name]
-                values = rows.storage.columns.converted(name, as_rows(name, goals, spec)[0], spec)
+                values = self.table.storage.columns.converted(name, as_rows(name, goals, spec)[0], spec)
                 stacked = arrays[name].ndim > values.ndim
                 arrays[name][relabelled] = values[:, None] if stacked else values
             arrays[REW][relabelled] = self._rewards_of(rows, at[relabelled], goals)
         return arrays
 
-    def _futures(self, rows: Snapshot, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _futures(self, rows: View, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of these rows are relabelled, bool (n,), and the rows whose achieved goals they get, int64 (n,)."""
-        _, group = np.unique(rows.episodes_of(at), return_inverse=True)
+        (_, group), rng = np.unique(rows.episodes_of(at), return_inverse=True), self.stream.generator
         n_groups = int(group.max()) + 1
         # The mean is the share wanted, even of a single episode.
-        n_chosen = int(n_groups * (1 - 1 / self.future_k) + self.rng.random())
+        n_chosen = int(n_groups * (1 - 1 / self.future_k) + rng.random())
         chosen = np.zeros(n_groups, bool)
-        chosen[self.rng.choice(n_groups, n_chosen, replace=False)] = True
-        last = np.lexsort((rows.span.steps(at), group))[np.cumsum(np.bincount(group)) - 1]  # the latest of each group
-        reach = np.minimum(rows.following(at[last]), self.horizon - 1)
-        sources = rows.shifted(at[last], np.rint(self.rng.random(n_groups) * reach).astype(np.int64))
+        chosen[rng.choice(n_groups, n_chosen, replace=False)] = True
+        last = np.lexsort((rows.steps(at), group))[np.cumsum(np.bincount(group)) - 1]  # the latest of each group
+        reach = np.minimum(rows.remaining(at[last]) - 1, self.horizon - 1)
+        sources = rows.columns.shifted(at[last], np.rint(rng.random(n_groups) * reach).astype(np.int64))
         return chosen[group], sources[group]
 
-    def _achieved(self, rows: Snapshot, at: np.ndarray) -> np.ndarray:
+    def _achieved(self, rows: View, at: np.ndarray) -> np.ndarray:
         """The goals that are achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
-        columns = self.table.columns
-        values = read_sources(rows, columns, sources_of((name,), tuple(columns)), at, reading_of())[name]
+        table, sources = self.table, sources_of((name,), tuple(self.table.columns))
+        values = read_sources(rows, table.gather, table.columns, sources, at, reading_of())[name]
         return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
 
-    def _rewards_of(self, rows: Snapshot, at: np.ndarray, goals: np.ndarray) -> np.ndarray:
+    def _rewards_of(self, rows: View, at: np.ndarray, goals: np.ndarray) -> np.ndarray:
         """The rewards of these rows for these goals, as stored in their column."""
         n_step, gamma = self.options.n_step, self.options.gamma
-        window, inside, _ = rows.n_step(at, n_step)
+        window, inside = rows.run(at, n_step)
         achieved = self._achieved(rows, window.reshape(-1))
         given = self.compute_reward_fn(achieved, np.repeat(goals, n_step, axis=0))
         found, spec = host_array("compute_reward_fn", given), self.table.columns[REW]
         if found.shape[:1] != (window.size,) or found.size != window.size * int(np.prod(spec.shape)):
             raise SpecError(f"compute_reward_fn: gave shape {found.shape}, expected {(window.size, *spec.shape)}")
         values, _ = as_rows(REW, found.reshape(*window.shape, *spec.shape), spec)
-        rewards = rows.storage.columns.converted(REW, values, spec)
+        rewards = self.table.storage.columns.converted(REW, values, spec)
         if n_step == 1:
             return np.asarray(rewards[:, 0])
         return np.asarray(discounted(REW, rewards, spec, inside, gamma))

@@ -306,8 +306,8 @@ class TransitionIntake(Intake):
         self.running.clear()
         if REW not in self.specs or not rows.total:
             return
-        every = rows.span.newer(self.running.begins)  # rows of episodes that are over do not count
-        rewards = transitions.raw_numbers(rows.gather([REW], every)[0], self.specs[REW])
+        every = rows.newer(self.running.begins)  # rows of episodes that are over do not count
+        rewards = transitions.raw_numbers(self.storage.gather([REW], every)[0], self.specs[REW])
         lanes = self.storage.columns.lanes(every)
         self.running.add_many(lanes, as_float64(rewards), np.zeros(self.table.n_lanes, bool))
 

@@ -9,20 +9,21 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.buffer import Arrays, Restore
-from rlstructs.replay.draw.priorities import Priorities, exponent, importance_weights
-from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.draw.plan import Fields, Picker
+from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import host_array, real_numbers
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.options import forward
-from rlstructs.replay.tianshou.reader import WANTED, Fields, Pick, Reader
+from rlstructs.replay.tianshou.reader import Pick, Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 from rlstructs.replay.tianshou.vector import VectorReplayBuffer
 from rlstructs.workers.public_names import set_module
 
 # Added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)
-LEAVES, WEIGHT = "leaves", "weight"
+WEIGHT = "weight"
 
 
 class PrioritizedReader(Reader):
@@ -48,19 +49,18 @@ class PrioritizedReader(Reader):
         """The settings that a plain buffer lacks."""
         return {"alpha": self.alpha, "beta": self.beta, "weight_norm": self.weight_norm}
 
+    @property
+    def picker(self) -> Picker:
+        return self.priorities
+
     def pick(self, n: int) -> Pick:
         with self.priorities.lock:
             return super().pick(n)
 
-    def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
-        assert isinstance(rows, Snapshot)
-        at, leaves = self.priorities.draw_rows(rows.span, n, self.rng, self.fits(rows), WANTED)
-        return at, {LEAVES: leaves}
-
     def remember(self, pick: Pick) -> Pick:
-        assert isinstance(pick.rows, Snapshot)
+        assert isinstance(pick.rows, View)
         with self.priorities.lock:
-            self.priorities.drawn.remember(pick.rows.span, pick.at)
+            self.priorities.drawn.remember(pick.rows, pick.at)
         return pick
 
     def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class PrioritizedReader(Reader):
     def read_leaves(self, at: Any) -> np.ndarray:
         """The priorities of rows to the power of alpha, float64, copies; new rows get theirs first."""
         with self.priorities.lock:
-            self.priorities.follow(self.table.own_rows().span)
+            self.priorities.follow(self.table.own_rows())
             leaves = self.priorities.tree.values[at]
             return leaves.copy() if isinstance(at, slice) else np.asarray(leaves)
 
@@ -95,7 +95,7 @@ class PrioritizedReader(Reader):
             leaves = self.read_leaves(slice(None))
             if (kept := editor.drop_nulls()) is not None:
                 now = self.table.own_rows()
-                self.priorities.follow(now.span)
+                self.priorities.follow(now)
                 self.priorities.version += 1
                 self.priorities.tree.update(now.every_row(), leaves[kept])
 

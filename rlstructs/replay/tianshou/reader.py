@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
+from rlstructs.replay.draw.plan import Fields, Fits, Picker, Selection, Uniform
 from rlstructs.replay.draw.reading import Reading, Sources, read_sources
 from rlstructs.replay.draw.streams import Stream
-from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.leave.export import Exporter
-from rlstructs.replay.rows.span import Selection, draw_fitting
 from rlstructs.replay.tianshou.options import Options, reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of
@@ -22,14 +22,14 @@ from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDi
 if TYPE_CHECKING:
     from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 
-Fields = dict[str, np.ndarray]
+EVENLY = Uniform()
 WANTED = "row with so many others before it in its episode"
 
 
 class Pick(NamedTuple):
-    """Drawn rows: the snapshot that they are from, their ids, int64 (n,), and more values of each."""
+    """Drawn rows: the view that they are from, their ids, int64 (n,), and more values of each."""
 
-    rows: AnySnapshot
+    rows: AnyView
     at: np.ndarray
     fields: Fields
 
@@ -51,9 +51,9 @@ class Reader:
         self.table, self.options, self.export, self.stream = table, options, export, stream
 
     @property
-    def rng(self) -> np.random.Generator:
-        """The generator that draws."""
-        return self.stream.generator
+    def picker(self) -> Picker:
+        """What draws rows."""
+        return EVENLY
 
     # By index; each method is called by `Table.read_whole`
 
@@ -97,12 +97,12 @@ class Reader:
         """Reads keys, with the values that stand in for rewards; no row is torn by a writer."""
         table, rows, stand_in = self.table, self.table.rows(), self.table.stand_in
         if table.is_joined or table.storage.is_private:  # one thread alone uses it, or others wait for the lock
-            arrays = read_sources(rows, table.columns, sources, at, reading)
+            arrays = read_sources(rows, table.gather, table.columns, sources, at, reading)
         else:
             flat = table.storage.read_at(
                 at.reshape(-1),
-                lambda span, some: read_sources(Snapshot(table.storage, span), table.columns, sources, some, reading),
-                lambda span, some: reading.earliest(table.storage, span, some),
+                lambda view, some: read_sources(view, table.gather, table.columns, sources, some, reading),
+                reading.earliest,
             )
             arrays = {name: array.reshape((*at.shape, *array.shape[1:])) for name, array in flat.items()}
         if REW in arrays and stand_in is not None:
@@ -111,7 +111,7 @@ class Reader:
             arrays[REW] = np.asarray(stand_in[at])
         return arrays
 
-    def step(self, index: Any, move: Callable[[AnySnapshot, np.ndarray], np.ndarray]) -> Any:
+    def step(self, index: Any, move: Callable[[AnyView, np.ndarray], np.ndarray]) -> Any:
         """The rows to which `move` leads from those of an index, int64 of the same shape."""
         with self.table.storage.lock:
             at = self.table.locate(index)
@@ -181,7 +181,7 @@ class Reader:
 
         return at.size, self._pick_first(self.table.rows(), at, draw_again)
 
-    def _pick_first(self, rows: AnySnapshot, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
+    def _pick_first(self, rows: AnyView, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
         """Returns a function that picks these rows, and draws those again that were overwritten meanwhile."""
         waiting = [at]
         return lambda count: self.remember(Pick(rows, waiting.pop(), {})) if waiting else again(count)
@@ -189,19 +189,19 @@ class Reader:
     def choose(self, at: np.ndarray, size: int | None) -> np.ndarray:
         """Chooses among rows (n,) as `ReplayBuffer.sample_indices` does."""
         if size is None:
-            return self.rng.permutation(at)
+            return self.stream.generator.permutation(at)
         if size <= 0:
             return at[: at.size if size == 0 else 0]
         if not at.size:
             raise EmptyBufferError("Cannot sample from an empty storage.")
-        return self.rng.choice(at, size)
+        return self.stream.generator.choice(at, size)
 
-    def list_candidates(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
+    def list_candidates(self, rows: AnyView, at: np.ndarray) -> np.ndarray:
         """Keeps the rows that may be drawn, in order."""
         fits = self.fits(rows)
         return at if fits is None else at[fits(at)]
 
-    def fits(self, rows: AnySnapshot) -> Callable[[np.ndarray], np.ndarray] | None:
+    def fits(self, rows: AnyView) -> Fits | None:
         """Returns a function that says which rows may be drawn; None for all."""
         before = self.options.stack_num - 1
         return (lambda at: rows.depths(at) >= before) if self.options.sample_avail and before else None
@@ -209,14 +209,7 @@ class Reader:
     def pick(self, n: int) -> Pick:
         """Draws `n` rows."""
         rows = self.table.rows()
-        return self.remember(Pick(rows, *self.draw_rows(rows, n)))
-
-    def draw_rows(self, rows: AnySnapshot, n: int) -> tuple[np.ndarray, Fields]:
-        """Draws `n` of these rows, int64 (n,), and more values of each."""
-        fits, rng = self.fits(rows), self.rng
-        if fits is None:
-            return rows.draw(n, rng), {}
-        return draw_fitting(lambda count: rows.draw(count, rng), fits, n, rng.choice, rows, WANTED), {}
+        return self.remember(Pick(rows, *self.picker.pick(rows, n, self.stream.generator, self.fits(rows), WANTED)))
 
     def remember(self, pick: Pick) -> Pick:
         """Notes what was drawn, and returns it."""
@@ -236,26 +229,23 @@ class Reader:
 
         def select(count: int) -> Selection:
             rows, at, fields = pick(count)
-            assert isinstance(rows, Snapshot)
+            assert isinstance(rows, View)
             # The earliest row that is read tells whether a sample was overwritten meanwhile.
-            return Selection(self.find_frames(rows, at), rows.span, fields)
+            return Selection(self.find_frames(rows, at), rows, fields)
 
-        def look(picked: Selection) -> dict[str, Any]:
-            return self.read(Snapshot(storage, picked.span), picked.rows)
-
-        picked, arrays = storage.sample(n, select, look)
+        picked, arrays = storage.sample(n, select, lambda picked: self.read(picked.view, picked.rows))
         return picked.rows, picked.fields, arrays
 
-    def find_frames(self, rows: AnySnapshot, at: np.ndarray) -> np.ndarray:
+    def find_frames(self, rows: AnyView, at: np.ndarray) -> np.ndarray:
         """The rows of the stacks of some rows, (n, stack_num)."""
         stack_num = self.options.stack_num
         return at[:, None] if stack_num == 1 else rows.frames(at, stack_num)
 
-    def read(self, rows: AnySnapshot, frames: np.ndarray) -> dict[str, Any]:
+    def read(self, rows: AnyView, frames: np.ndarray) -> dict[str, Any]:
         """Reads a sample of the rows whose stacks are these."""
         reading, table = self.options.reading, self.table
         stacks = frames if reading.stack_num > 1 else None
-        return read_sources(rows, table.columns, table.sources, frames[:, -1], reading, stacks)
+        return read_sources(rows, table.gather, table.columns, table.sources, frames[:, -1], reading, stacks)
 
     def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
         """The keys of a batch that are not stored; `fields` has the values of each row from when it was drawn."""

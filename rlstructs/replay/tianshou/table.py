@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -11,13 +11,12 @@ import numpy as np
 from rlstructs.debug import is_on
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.draw.reading import Sources
-from rlstructs.replay.draw.view import AnySnapshot, Snapshot
+from rlstructs.replay.draw.view import AnyView, View, numbered
 from rlstructs.replay.intake.arrays import from_bits, host_array
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.lanes import REWRITES
-from rlstructs.replay.rows.span import numbered
 from rlstructs.replay.rows.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, FLAGS, REW, sources_of
@@ -94,13 +93,17 @@ class Table:
         low = row // self.lane_size * self.lane_size
         return low, low + self.lane_size
 
-    def rows(self) -> AnySnapshot:
-        """A snapshot of the rows."""
+    def rows(self) -> AnyView:
+        """The present rows."""
         return self.own_rows()
 
-    def own_rows(self) -> Snapshot:
-        """A snapshot of the rows in the store of this buffer itself."""
-        return Snapshot(self.storage)
+    def own_rows(self) -> View:
+        """The present rows in the store of this buffer itself."""
+        return self.storage.view()
+
+    def gather(self, names: Sequence[str], at: np.ndarray) -> list[Any]:
+        """Copies of rows of some columns, `(*at.shape, *shape)` each."""
+        return self.storage.gather(names, at)
 
     def locate(self, index: Any) -> np.ndarray:
         """Converts an index, as `ReplayBuffer` takes it, to row ids, int64 of any shape.
@@ -110,7 +113,7 @@ class Table:
         """
         rows = self.rows()
         if isinstance(index, slice):
-            return rows.numbered(np.arange(*index.indices(rows.total)))
+            return rows.row_ids(np.arange(*index.indices(rows.total)))
         end, maxsize = self.index_end(rows), self.maxsize
         given = as_integers(index, end, maxsize)
         at = given if given.dtype is INT else given.astype(np.int64, copy=False)
@@ -127,7 +130,7 @@ class Table:
             raise IndexError(f"index {given[outside].flat[0]} holds no row; {rows.total} of {maxsize} are there")
         return at
 
-    def index_end(self, rows: AnySnapshot) -> int:
+    def index_end(self, rows: AnyView) -> int:
         """The end of the row ids, from which negative ones count. An interrupted write leaves a gap before it."""
         if self.is_stacked:
             return self.maxsize
@@ -202,7 +205,7 @@ class Table:
             with self.storage.lock:
                 rows = self.own_rows()
                 values, held = np.zeros((at.size, *spec.shape), spec.dtype), rows.has(at)
-                [values[held]] = rows.gather([name], at[held])
+                [values[held]] = self.storage.gather([name], at[held])
         else:
             values = self.storage.columns.flat[name][at]
         return from_bits(values) if spec.is_bfloat16 else values

@@ -86,7 +86,7 @@ class RingView:
         self._first = self._table.maxsize - (self._table.n_lanes - lane) * self._table.lane_size
 
     def __len__(self) -> int:
-        return int(self._table.own_rows().span.counts()[self._lane])
+        return int(self._table.own_rows().counts()[self._lane])
 
     @property
     def maxsize(self) -> int:
@@ -145,7 +145,7 @@ class RingView:
 
     def _in_order(self) -> np.ndarray:
         """The rows from the oldest on, by their ids in the buffer, int64 (n,)."""
-        low = int(self._table.own_rows().span.low[self._lane])
+        low = int(self._table.own_rows().low[self._lane])
         return self._first + (low + np.arange(len(self))) % self.maxsize
 
     def _in_buffer(self, index: Any) -> np.ndarray:

@@ -25,9 +25,9 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
+from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import is_mapping
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.span import Selection
 from rlstructs.replay.torchrl import episode_marks, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.part import join_key
@@ -237,7 +237,7 @@ class Sampling:
         """The draw for a batch of n rows."""
         parts = self._parts
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
-        if not parts.store.span().total:
+        if not parts.store.view().total:
             raise EmptyBufferError("Cannot sample from an empty storage.")
         if absent := sorted(set(parts.reading.stack_keys or ()) - parts.specs.keys()):
             raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(parts.specs)}")
@@ -315,13 +315,13 @@ class Draws:
         if not self.request[0]:
             rows = np.zeros((0, 1), np.int64)
             fields = {INSIDE: np.zeros((0, 1), bool), WEIGHT: np.zeros(0, np.float32)}
-            return Selection(rows, self._store.span(), fields)
+            return Selection(rows, self._store.view(), fields)
         return self.sampler.draw(self._store, *self.request[:2], self._rng)
 
     def read(self, picked: Selection) -> dict[str, Any]:
         """The columns of drawn rows, name -> `(n, length, ...)`, or `(n, ...)` of single rows, private memory."""
         rows = picked.rows[:, 0] if self._is_flat else picked.rows
-        return self._reading.read(self._store, picked.span, list(self._specs), rows)
+        return self._reading.read(self._store, picked.view, list(self._specs), rows)
 
     def finish(self, picked: Selection, arrays: dict[str, Any]) -> Made:
         """The batch, and what is known of its rows. Several threads may call this at once."""

@@ -120,7 +120,7 @@ class DictTensorBase(Buffer):
     @generator.setter
     def generator(self, generator: Generator) -> None:
         with self._parts.lock:
-            self._stream.generator = generator_of(_find_seed(generator))
+            self._stream.restart(generator_of(_find_seed(generator)))
 
     _rng = generator
 

@@ -125,7 +125,7 @@ def _find_rows(store: Storage, index: Any) -> np.ndarray:
     n = len(store)
     if isinstance(index, slice):
         return _sort_by_id(store, np.arange(*index.indices(n)))
-    if type(index) is int and 0 <= index < store.columns.n_rows and store.span().has(index):  # type: ignore[arg-type]
+    if type(index) is int and 0 <= index < store.columns.n_rows and store.view().has(index):  # type: ignore[arg-type]
         return np.array(index)
     at = host_array("index", index) if not isinstance(index, list) or index else np.zeros(0, np.int64)
     if at.dtype.kind == "b" and at.ndim:
@@ -139,7 +139,7 @@ def _find_rows(store: Storage, index: Any) -> np.ndarray:
             raise IndexError(f"index {int(at)} is out of range for {n} rows")
         return _sort_by_id(store, n + at.astype(np.int64))
     rows = row_ids(at, store.columns.n_rows)
-    held = store.span().has(rows)
+    held = store.view().has(rows)
     if not held.all():
         raise IndexError(f"index {rows[~held][0]} holds no row")
     return rows
@@ -147,11 +147,11 @@ def _find_rows(store: Storage, index: Any) -> np.ndarray:
 
 def _sort_by_id(store: Storage, numbers: np.ndarray) -> np.ndarray:
     """The row ids of row numbers that count in the order of row ids."""
-    span = store.span()
-    first = int(span.low[0]) % span.columns.capacity
-    if not first or span.total == span.columns.capacity:
+    view = store.view()
+    first = int(view.low[0]) % view.columns.capacity
+    if not first or view.total == view.columns.capacity:
         return numbers  # always, unless a write was cut short
-    return np.asarray(np.sort(span.every_row())[numbers])
+    return np.asarray(np.sort(view.every_row())[numbers])
 
 
 def _take_first(batch: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import encoded, find_marks, host_array
 from rlstructs.replay.intake.roles import ends_among
 from rlstructs.replay.rows.columns import Columns, Spec
-from rlstructs.replay.rows.span import Selection
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.given_rows import GivenRows
 from rlstructs.replay.torchrl.samplers import Sampler
@@ -72,7 +72,7 @@ class EpisodeMarks:
             ids = to_host(self._store.columns, name, block[name][0])
             changes = _find_changes(ids)
             if n_rows := len(self._store):
-                newest = self._store.span().row_ids(np.array([n_rows - 1]))
+                newest = self._store.view().row_ids(np.array([n_rows - 1]))
                 changes[0] = (self._read_ids(name, newest)[0] != ids[0]).any()
             starts.append(changes)
         self.are_known |= bool(done or starts)
@@ -80,7 +80,7 @@ class EpisodeMarks:
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Marks for every row, the oldest first, whether it ends an episode, and whether its id is new."""
-        rows, specs = self._store.span().every_row(), self._store.columns.specs
+        rows, specs = self._store.view().every_row(), self._store.columns.specs
         ends = find_marks({name: self._store.gather([name], rows)[0] for name in self.end_keys(specs)}, 1)
         changes = np.zeros(rows.size, bool)
         for name in self.id_keys(specs):
@@ -89,7 +89,7 @@ class EpisodeMarks:
 
     def recompute(self, ends: np.ndarray, changes: np.ndarray) -> None:
         """Recomputes all episodes after columns, or the sampler, have changed; takes what `read` returned before."""
-        rows = self._store.span().every_row()
+        rows = self._store.view().every_row()
         # Episodes that began for another reason, as each trajectory of a batch does, still begin there.
         begins = self._store.track_episodes().begin(rows) & ~changes
         begins[1:] &= ~ends[:-1]

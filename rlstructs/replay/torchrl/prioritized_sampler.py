@@ -11,10 +11,10 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.draw.priorities import TREE_LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.draw.plan import Selection
+from rlstructs.replay.draw.priorities import LEAVES, TREE_LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.intake.arrays import flat_items, host_array, real_numbers, row_ids
 from rlstructs.replay.keep.checks import Claims
-from rlstructs.replay.rows.span import Selection
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
@@ -138,15 +138,15 @@ class PrioritizedSampler(Sampler):
         return self._priorities
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        span = storage.span()
-        rows, leaves = self._of().draw_rows(span, n, rng)
-        return Selection(rows[:, None], span, {WEIGHT: self._weights(leaves)})
+        view = storage.view()
+        rows, fields = self._of().pick(view, n, rng)
+        return Selection(rows[:, None], view, {WEIGHT: self._weights(fields[LEAVES])})
 
     def _weights(self, leaves: np.ndarray) -> np.ndarray:
         return importance_weights(leaves, self._of().tree.minimum, self._beta)
 
     def drawn(self, picked: Selection) -> None:
-        self._of().drawn.remember(picked.span, picked.rows)
+        self._of().drawn.remember(picked.view, picked.rows)
 
     def check(self, priorities: Any, n: int) -> np.ndarray:
         """Converts priorities of n rows, `(n, ...)` or one number for all, to float64 (n,).
@@ -175,18 +175,18 @@ class PrioritizedSampler(Sampler):
         Raises:
             SpecError, IndexError: something does not fit; nothing changes.
         """
-        rows, span = host_array("index", index).reshape(-1), storage.span()
+        rows, view = host_array("index", index).reshape(-1), storage.view()
         if np.ndim(index) > 1 and np.shape(priorities) == np.shape(index):
             priorities = host_array("priorities", priorities).reshape(-1)
         values = self.check(priorities, rows.size)
         if self.written is not None and np.array_equal(rows, self.written[0]):
             steps, is_last = self.written[1], True
-            held = (rows >= 0) & (span.steps(rows) == steps) & (steps >= span.low[0])
+            held = (rows >= 0) & (view.steps(rows) == steps) & (steps >= view.low[0])
             rows, values = rows[held], values[held]
-        elif not (is_last := self._of().drawn.is_last(rows, span)):
+        elif not (is_last := self._of().drawn.is_last(rows, view)):
             held = rows >= 0 if rows.dtype.kind == "i" else np.ones(rows.shape, bool)
             rows, values = row_ids(rows[held], storage.columns.n_rows), values[held]
-        self._of().update(span, rows, values + self.eps, is_last)
+        self._of().update(view, rows, values + self.eps, is_last)
         self.version += 1
 
     def cleared(self) -> None:
@@ -197,7 +197,7 @@ class PrioritizedSampler(Sampler):
         self._of().grow(n_rows)
 
     def replaced(self, storage: Storage, rows: np.ndarray) -> None:
-        self._of().follow(storage.span())
+        self._of().follow(storage.view())
         self._of().replace(rows)
         self.version += 1
 

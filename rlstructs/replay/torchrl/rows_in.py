@@ -121,7 +121,7 @@ class RowIntake:
         if replaced.size:
             parts.sampler.replaced(store, replaced)
         if isinstance(parts.sampler, PrioritizedSampler):
-            parts.sampler.written = ids.copy(), store.span().steps(ids)
+            parts.sampler.written = ids.copy(), store.view().steps(ids)
             if priorities is not None:
                 parts.sampler.update(store, ids, priorities)
         return ids

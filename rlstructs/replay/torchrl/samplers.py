@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.draw.plan import Selection, Uniform
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.keep.checks import Claims, flag, whole
-from rlstructs.replay.rows.span import Selection, Span, Uniform
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import Part, check_neutral
 from rlstructs.workers.public_names import set_module
@@ -144,8 +145,8 @@ class RandomSampler(Sampler):
         pass
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        span = storage.span()
-        return Selection(UNIFORM.draw(span, n, rng)[:, None], span)
+        view = storage.view()
+        return Selection(UNIFORM.draw(view, n, rng)[:, None], view)
 
 
 @dataclass(eq=False)
@@ -186,33 +187,33 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last, self.shuffle = drop_last, shuffle
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        span = storage.span()
-        steps = self._take(span, n, length, rng, lambda: int(span.low[0]) + np.arange(span.total))
+        view = storage.view()
+        steps = self._take(view, n, length, rng, lambda: int(view.low[0]) + np.arange(view.total))
         if self.drop_last and steps.size < n:
             raise SpecError(f"batch_size is {n}, there are {steps.size} rows, and drop_last drops smaller batches")
-        return Selection(span.columns.at_steps(0, steps)[:, None], span)
+        return Selection(view.columns.at_steps(0, steps)[:, None], view)
 
     def _take(
-        self, span: Span, n: int, length: int, rng: np.random.Generator, list_steps: Callable[[], np.ndarray]
+        self, view: View, n: int, length: int, rng: np.random.Generator, list_steps: Callable[[], np.ndarray]
     ) -> np.ndarray:
         """The next `n` steps of a pass, fewer at its end; a new pass is over the steps that `list_steps` returns."""
         if self._order is not None and self._order.length != length:
             self.begin_pass()
-        steps, at = self._next(span, n)
+        steps, at = self._next(view, n)
         if not steps.size or (self.drop_last and steps.size < n):
             order = rng.permutation(list_steps()) if self.shuffle else list_steps()
-            self._order, self._at = _Order(order, int(span.low[0]), length), 0
-            steps, at = self._next(span, n)
+            self._order, self._at = _Order(order, int(view.low[0]), length), 0
+            steps, at = self._next(view, n)
         self._at = at
-        self.ran_out = not self._is_left(span, n)
+        self.ran_out = not self._is_left(view, n)
         return steps
 
-    def _next(self, span: Span, n: int) -> tuple[np.ndarray, int]:
+    def _next(self, view: View, n: int) -> tuple[np.ndarray, int]:
         """The next `n` steps whose rows are still there, or all that are left, and the place behind them."""
         order, at, found = self._order, self._at, np.zeros(0, np.int64)
         if order is None:
             return found, at
-        low = int(span.low[0])
+        low = int(view.low[0])
         if low == order.low and order.replaced is None:
             return order.steps[at : at + n], at + n
         while found.size < n and at < order.steps.size:
@@ -220,13 +221,13 @@ class SamplerWithoutReplacement(Sampler):
             at += steps.size
             held = steps >= low
             if order.replaced is not None:
-                held &= ~order.replaced[steps % span.columns.capacity]
+                held &= ~order.replaced[steps % view.columns.capacity]
             found = np.concatenate([found, steps[held]])
         return found, at
 
-    def _is_left(self, span: Span, n: int) -> bool:
+    def _is_left(self, view: View, n: int) -> bool:
         wanted = n if self.drop_last else 1
-        return self._next(span, wanted)[0].size == wanted
+        return self._next(view, wanted)[0].size == wanted
 
     def position(self) -> Any:
         return self._order, self._at, self.ran_out
@@ -238,7 +239,7 @@ class SamplerWithoutReplacement(Sampler):
         self.go_to((None, 0, False))
 
     def remains(self, storage: Storage, n: int) -> bool:
-        return self._order is None or self._is_left(storage.span(), n)
+        return self._order is None or self._is_left(storage.view(), n)
 
     def cleared(self) -> None:
         self.begin_pass()

@@ -10,10 +10,11 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.replay.draw.slices import TRAJECTORY, WINDOW, Slices, window
+from rlstructs.replay.draw.plan import Selection
+from rlstructs.replay.draw.priorities import LEAVES
+from rlstructs.replay.draw.slices import TRAJECTORY, WINDOW, Slices
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.roles import ENDS, ends_among
-from rlstructs.replay.rows.episodes import Episodes
-from rlstructs.replay.rows.span import Selection, Span
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import ANY, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
@@ -116,9 +117,9 @@ class SliceSampler(Sampler):
         return (size, parts) if self.slice_len is None else (parts, size)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        span = storage.span()
-        rows, inside = self._slices.draw(span, storage.track_episodes(), n, length, rng)
-        return Selection(rows, span, {INSIDE: inside})
+        view = storage.view()
+        rows, inside = self._slices.draw(view, n, length, rng)
+        return Selection(rows, view, {INSIDE: inside})
 
     def flat(self, picked: Selection, values: Any) -> Any:
         values = values.reshape(-1, *values.shape[2:])
@@ -203,24 +204,15 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         SliceSampler.__init__(self, per=WINDOW, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        span = storage.span()
+        view = storage.view()
 
         def fits(rows: np.ndarray) -> np.ndarray:
-            n_steps = self._n_steps(storage, span, rows)
-            fit = n_steps >= length
-            if not self.strict_length:
-                fit |= (n_steps > 0) & (storage.track_episodes().begin(rows) | (span.steps(rows) == span.low[0]))
-            return np.asarray(fit)
+            fit = view.remaining(rows) >= length
+            return fit if self.strict_length else fit | (view.depths(rows) == 0)
 
-        rows, leaves = self._of().draw_rows(span, n, rng, fits, f"episode of {length} steps")
-        counts = np.minimum(self._n_steps(storage, span, rows), length)
-        around, inside = window(span, span.steps(rows), counts, length)
-        return Selection(around, span, {INSIDE: inside, WEIGHT: self._weights(leaves)})
-
-    def _n_steps(self, storage: Storage, span: Span, rows: np.ndarray) -> np.ndarray:
-        """Number of rows of its episode from each row on, itself included; 0 for a row that is not there."""
-        left = np.minimum(storage.track_episodes().remaining(rows), span.left(rows))
-        return np.asarray(np.where(span.has(rows), left, 0))
+        rows, fields = self._of().pick(view, n, rng, fits, f"episode of {length} steps")
+        around, inside = view.run(rows, length)
+        return Selection(around, view, {INSIDE: inside, WEIGHT: self._weights(fields[LEAVES])})
 
 
 @set_module("rlstructs.replay")
@@ -256,24 +248,22 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         SliceSampler.__init__(self, per=TRAJECTORY, **slices)
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        span, episodes = storage.span(), storage.track_episodes()
-        latest = self._take(span, n, length, rng, lambda: self._latest(span, episodes, length))
+        view = storage.view()
+        latest = self._take(view, n, length, rng, lambda: self._latest(view, length))
         if not latest.size:
             raise SpecError(f"nothing to sample: no episode of {length} steps is stored")
         if self.drop_last and latest.size < n:
             there = f"there are {latest.size} episodes of {length} steps"
             raise SpecError(f"a batch is of {n} slices, {there}, and drop_last drops smaller batches")
-        rows = span.columns.at_steps(0, latest)
-        first = np.maximum(latest - episodes.times(rows), span.low[0])
-        counts = np.minimum(np.minimum(episodes.remaining(rows), span.head[0] - latest), length)
-        around, inside = window(span, rng.integers(first, latest + 1), counts, length)
-        return Selection(around, span, {INSIDE: inside})
+        first = latest - view.depths(view.columns.at_steps(0, latest))
+        rows, inside = view.run(view.columns.at_steps(0, rng.integers(first, latest + 1)), length)
+        return Selection(rows, view, {INSIDE: inside})
 
-    def _latest(self, span: Span, episodes: Episodes, length: int) -> np.ndarray:
+    def _latest(self, view: View, length: int) -> np.ndarray:
         """The latest step with which a slice of each episode may begin, int64 (n_episodes,)."""
-        low = int(span.low[0])
-        begins = np.flatnonzero(episodes.begin(span.every_row()))
-        bounds = np.unique(np.concatenate([[0], begins, [span.total]]))
+        low = int(view.low[0])
+        begins = np.flatnonzero(view.depths(view.every_row()) == 0)
+        bounds = np.unique(np.concatenate([[0], begins, [view.total]]))
         first, n_steps = bounds[:-1], np.diff(bounds)
         latest = np.maximum(n_steps - length, 0) + first
         return np.asarray(low + (latest[n_steps >= length] if self.strict_length else latest))
