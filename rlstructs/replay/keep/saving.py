@@ -272,8 +272,7 @@ def _restorer(
     arrays, state, specs, linked = buffer._form.read(buffer, path, arrays, header["state"])
     n_lanes, capacity, n_slots = state["n_lanes"], state["capacity"], state["n_slots"]
     storage, alignment = buffer._storage, whole("alignment", state["alignment"], 1)
-    columns = storage.columns
-    fresh = {} if columns.specs else linked
+    columns, fresh = storage.columns, {} if storage.columns.specs else linked
     will_link = {name: source for name, source in fresh.items() if buffer._intake.can_link(name, specs)}
     n_bytes = n_bytes_beside + count_bytes(storage, specs, will_link, arrays, (capacity, n_slots))
     require_room(path, n_bytes, columns)
