@@ -133,7 +133,7 @@ class ShardMemory(PrioritizedMemory):
 
     def add_steps(self, steps: Steps) -> None:
         """Appends steps of trajectories."""
-        self._intake.add_steps(steps, self._write)
+        self._add_steps(steps)
 
     def describe_sample(self) -> Columns:
         """The columns that describe the rows of the last `sample`."""

@@ -1,9 +1,10 @@
-"""`Intake`: checks rows and trajectories, and appends them to the tensors of a memory."""
+"""`TensorIntake`: checks rows and trajectories, and appends them to the tensors of a memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
 from rlstructs.memories.tensors import Tensors, find_ends
-from rlstructs.replay.intake.arrays import encoded, find_marks, host_array, host_arrays, to_bits
+from rlstructs.replay.intake.arrays import encoded
+from rlstructs.replay.intake.intake import FILL, GROW, Intake
 from rlstructs.replay.intake.roles import ENDS
-from rlstructs.replay.intake.trajectories import Steps
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.intake.trajectories import POLICY_VERSION, find_names
+from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.lanes import InStep
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
@@ -24,18 +26,84 @@ from rlstructs.replay.rows.store import Storage
 Write = Callable[..., None]
 
 
-class Intake:
-    """Appends rows to tensors.
+class LaneIntake(Intake):
+    """Appends steps to the store of a memory whose tensors all exist, in any process and without its framework.
+
+    Args:
+        storage: the store.
+    """
+
+    lane_limit = "the memory's num_envs"
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage, "Memory", GROW, FILL)
+        self.takes_any_environment = False  # an environment has rows of its own
+
+    def prepare_columns(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Gives values (B, T, ...) the shapes of rows of the tensors; a new one has one axis at least."""
+        specs, found = self.specs, {}
+        for name, each in values.items():
+            lead, shape = tuple(each.shape[:2]), tuple(each.shape[2:])
+            needed = specs[name].shape if name in specs else shape or (1,)
+            if math.prod(shape) != math.prod(needed):
+                raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {needed}")
+            found[name] = each if shape == needed else each.reshape(lead + needed)
+        return found
+
+    def list_end_columns(self, names: Iterable[str]) -> list[str]:
+        return [name for name in ENDS if name in names]
+
+    def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
+        return find_names(keys)
+
+
+class TensorIntake(LaneIntake):
+    """Appends rows to tensors, and creates those that trajectories need.
 
     Args:
         tensors: the tensors.
     """
 
     def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors.storage)
         self._tensors = tensors
         self._step_writer = StepWriter(tensors.storage, ENDS)
         self._strict = False
         self._lead: tuple[int, ...] = ()  # of the values that are converted
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The specs of the tensors, by name; of those that are not allocated yet too."""
+        planned = self._tensors.planned
+        return {**planned, **super().specs} if planned else super().specs
+
+    @property
+    def writer(self) -> LaneIntake:
+        """What writes to the store in another process."""
+        return LaneIntake(self.storage)
+
+    def choose_names(self, keys: Collection[str]) -> dict[str, str]:
+        return {**self.default_names(keys), POLICY_VERSION: POLICY_VERSION}
+
+    def convert(self, rows: Mapping[str, Any], unknown: str, missing: str) -> dict[str, Any]:
+        block = super().convert(rows, unknown, missing)
+        self._tensors.allocate()
+        return block
+
+    def as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
+        if known is not None:
+            return super().as_rows(name, value, known)
+        dtype = self._tensors.convert_dtype(name, dtype_name(value.dtype), by_name=True)
+        spec = self._tensors.make_spec(dtype, ())
+        return self.storage.columns.converted(name, super().as_rows(name, value, spec)[0], spec), spec
+
+    def add_columns(self, made: dict[str, Spec]) -> None:
+        """Creates tensors.
+
+        Raises:
+            OutOfMemoryError: there is no room; nothing changes.
+        """
+        self._tensors.plan("add_trajectories", {name: replace(spec, fill=None) for name, spec in made.items()})
 
     def count_laps(self) -> int:
         """Counts how often every environment has filled all its rows."""
@@ -163,56 +231,6 @@ class Intake:
         steps, names = heads[:, None] + np.arange(n_timesteps), list(names)
         rows = columns.at_steps(np.arange(num_envs)[lanes][:, None], steps)
         return dict(zip(names, columns.gather(names, rows), strict=True))
-
-    def add_steps(self, steps: Steps, write: Write) -> None:
-        """Appends steps and creates missing tensors.
-
-        Raises:
-            SpecError, OutOfMemoryError: a tensor does not fit; nothing changes.
-        """
-        tensors = self._tensors
-        columns = tensors.storage.columns
-        specs, missing = {**tensors.planned, **columns.specs}, {}
-        for name, values in steps.values.items():
-            if name not in specs:
-                missing[name] = tensors.convert_dtype(name, dtype_name(values.dtype), by_name=True)
-                specs[name] = tensors.make_spec(missing[name], tuple(values.shape[2:]) or (1,))
-        block = convert_steps(steps, columns, specs)
-        if missing:
-            tensors.check_room("add_trajectories", [specs[name] for name in missing])
-        for name, dtype in missing.items():
-            tensors.plan(name, dtype, specs[name].shape)
-        if tensors.planned:
-            tensors.allocate()
-        write_steps(block, steps, tensors.storage, write)
-
-
-def convert_steps(steps: Steps, columns: Columns, specs: Mapping[str, Spec]) -> dict[str, Any]:
-    """Converts the values of steps for columns of these specs, of which some need not exist yet.
-
-    Raises:
-        SpecError: values do not fit.
-    """
-    lead, given = (len(steps.lengths), steps.n_timesteps), steps.for_columns(specs)
-    block = host_arrays(given) if columns.on_host else {}
-    for name, values in given.items():
-        shape, spec = tuple(values.shape[2:]), specs[name]
-        if math.prod(shape) != math.prod(spec.shape):
-            raise SpecError(f"add_trajectories: {name!r} has rows of shape {shape}, the tensor's are {spec.shape}")
-        rows = block[name] if columns.on_host else columns.own(values, spec)
-        rows = host_array(name, values) if rows is None else rows
-        rows = to_bits(name, rows) if spec.is_bfloat16 and isinstance(rows, np.ndarray) else rows
-        rows = rows.reshape(*lead, *spec.shape)
-        is_ready = columns.on_host and rows.dtype == spec.dtype  # as nearly always
-        block[name] = rows if is_ready else columns.converted(name, rows, spec)
-    return block
-
-
-def write_steps(block: Mapping[str, Any], steps: Steps, storage: Storage, write: Write) -> None:
-    """Writes steps to a store by `write`; `block` holds their values as columns take them."""
-    ends = find_marks({name: block[name] for name in ENDS if name in block})
-    steps.after(storage).with_ends(ends).write(block, write)
-    steps.record(storage)
 
 
 def _choose_first(values: Mapping[str, Any]) -> str:

@@ -13,15 +13,15 @@ from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.framework import Framework
 from rlstructs.memories import files
-from rlstructs.memories.feeding import MemoryFeed
-from rlstructs.memories.intake import Intake
+from rlstructs.memories.intake import TensorIntake
 from rlstructs.memories.restoring import MemoryForm
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
 from rlstructs.replay.buffer import Stored
 from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.draw.view import find_starts
 from rlstructs.replay.intake.arrays import generator_of, row_ids
-from rlstructs.replay.intake.trajectories import take_trajectories
+from rlstructs.replay.intake.intake import FILL, GROW
+from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.keep.checks import plain_state
 
 
@@ -48,6 +48,7 @@ class Memory(Stored, ABC):
     """
 
     framework: Framework
+    _intake: TensorIntake
     _form = MemoryForm()
 
     def __init__(
@@ -68,7 +69,7 @@ class Memory(Stored, ABC):
         device = choose_device(type(self).__name__, self.framework, device, strict)
         self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device)
         self._storage = self._tensors.storage
-        self._intake = Intake(self._tensors)
+        self._intake = TensorIntake(self._tensors)
         self.export = export
         self.export_format = files.check_format(export_format)
         self.export_directory = export_directory
@@ -184,7 +185,8 @@ class Memory(Stored, ABC):
         def put(name: str, values: Any) -> None:
             tensors, shape = self._tensors, tuple(getattr(values, "shape", ()))
             if name not in tensors.dtypes and len(shape) > 2 and shape[:2] == tensors.lead:
-                tensors.plan(name, tensors.convert_dtype(name, values.dtype), shape[2:])
+                dtype = tensors.convert_dtype(name, values.dtype)
+                tensors.plan(f"tensor {name!r}", {name: tensors.make_spec(dtype, shape[2:])})
             self.set_tensor_by_name(name, values)
 
         return LiveTensors(self._tensors.dtypes, self._live, put)
@@ -226,9 +228,11 @@ class Memory(Stored, ABC):
         """
         self._tensors.share()
 
-    def make_feed(self) -> MemoryFeed:
+    def make_feed(self) -> TensorIntake:
         """Returns what `RL_Batcher.feed` needs of this memory."""
-        return MemoryFeed(self._tensors, self.export)
+        self._tensors.allocate()
+        self._intake.is_for_one_process = self.export  # writers in other processes would not save it
+        return self._intake
 
     def reset(self) -> None:
         """Drops every row."""
@@ -274,9 +278,12 @@ class Memory(Stored, ABC):
         Raises:
             MissingKeyError, SpecError: a tensor does not fit; nothing is added.
         """
-        chosen = self._tensors.find_names if names is None else names
-        steps = take_trajectories(batch, chosen, self.num_envs, limit="the memory's num_envs")
-        self._intake.add_steps(steps, self._write)
+        self._add_steps(self._intake.take(batch, names))
+
+    def _add_steps(self, steps: Steps) -> None:
+        steps = self._intake.prepare(steps)
+        steps.write(self._intake.convert(steps.values, GROW, FILL), self._write)
+        steps.record(self._storage)
 
     def _write(self, block: Mapping[str, Any], lanes: Any, **marks: Any) -> None:
         """Calls `Storage.write`; with `export`, saves the memory if it has filled up."""

@@ -97,7 +97,7 @@ class MemoryForm(Form):
             tensors.storage.track_episodes()
         for name, spec in specs.items():
             if name not in tensors.dtypes:
-                tensors.dtypes[name] = find_dtype(tensors, name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name)
+                tensors.dtypes[name] = tensors.find_dtype(name, spec)
             tensors.planned.pop(name, None)  # now that the column is there: other threads look here first
 
 

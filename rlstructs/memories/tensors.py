@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
-from rlstructs.replay.intake.trajectories import add_version, find_names
 from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
 from rlstructs.replay.rows.lanes import EXPOSED, SLOT
@@ -88,10 +87,6 @@ class Tensors:
         untracked = self.storage.episodes is None and any(name in ENDS for name in self.planned)
         return self.storage.nbytes + self.storage.columns.n_rows * (planned + BYTES_PER_ROW * untracked)
 
-    def find_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Tensor -> key of trajectories with these keys, where a program names none."""
-        return add_version(find_names(keys), keys, self.dtypes)
-
     def allocate(self) -> Storage:
         """Returns the store, after allocating the tensors that are not allocated yet."""
         if self.planned:
@@ -119,7 +114,7 @@ class Tensors:
         named = self.convert_dtype(name, dtype)
         shape = _as_shape(size) if keep_dimensions else (n_elements(size),)
         if name not in self.dtypes:
-            self.plan(name, named, shape)
+            self.plan(f"tensor {name!r}", {name: self.make_spec(named, shape)})
             return True
         if shape != self.spec_of(name).shape:
             raise SpecError(f"tensor {name!r} exists with rows of shape {self.spec_of(name).shape}, not {shape}")
@@ -156,25 +151,25 @@ class Tensors:
             raise SpecError(f"dtype {dtype} is not supported; expected a bool, integer, float or complex number")
         return Spec(host, shape)
 
-    def plan(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
-        """Adds a tensor, which the first use allocates.
+    def find_dtype(self, name: str, spec: Spec) -> Any:
+        """The library's dtype of a tensor that a column of this spec stores."""
+        return self.convert_dtype(name, "bfloat16" if spec.is_bfloat16 else spec.dtype.name, by_name=True)
+
+    def plan(self, owner: str, specs: Mapping[str, Spec]) -> None:
+        """Adds tensors, which the first use allocates.
 
         Raises:
-            OutOfMemoryError: there is too little memory for it.
+            OutOfMemoryError: there is too little memory for them, beside those that are not allocated yet.
         """
-        spec = self.make_spec(dtype, shape)
-        self.check_room(f"tensor {name!r}", [spec])
-        self.planned[name], self.dtypes[name] = spec, dtype
-
-    def check_room(self, owner: str, specs: Iterable[Spec]) -> None:
-        """Raises OutOfMemoryError unless these tensors fit beside those that are not allocated yet."""
         columns = self.storage.columns
-        needed = sum(spec.nbytes for spec in (*self.planned.values(), *specs)) * columns.n_rows
+        needed = sum(spec.nbytes for spec in (*self.planned.values(), *specs.values())) * columns.n_rows
         available = self._available if self.planned else None
         if available is None or needed > available // 2:  # what takes little of it need not look again
             available = self._available = columns.available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(f"{owner}: {needed:,} bytes are needed, {available:,} are available")
+        for name, spec in specs.items():
+            self.planned[name], self.dtypes[name] = spec, self.find_dtype(name, spec)
 
     def spec_of(self, name: str) -> Spec:
         """The spec of a tensor."""

@@ -11,8 +11,9 @@ from frameworks import CUDA, EVERY_KIND, ON_HOST, array, flat, host, library, ma
 
 from rlstructs import DictTensor, OutOfMemoryError, TemporalDictTensor, Trajectories
 from rlstructs.errors import SpecError
-from rlstructs.memories import intake, tensors
+from rlstructs.memories import tensors
 from rlstructs.replay.intake import arrays as values
+from rlstructs.replay.intake import intake
 from rlstructs.replay.intake import trajectories as from_trajectories
 from rlstructs.replay.rows import on_device
 from rlstructs.replay.rows.columns import Spec
@@ -135,8 +136,8 @@ def test_trajectories_on_the_device_do_not_pass_the_host(kind, monkeypatch):
     )
     seen = []
     plain = from_trajectories.host_array
-    for module in (intake, from_trajectories):
-        monkeypatch.setattr(module, "host_array", lambda name, value: seen.append(name) or plain(name, value))
+    monkeypatch.setattr(intake, "as_rows", no_host)
+    monkeypatch.setattr(from_trajectories, "host_array", lambda name, value: seen.append(name) or plain(name, value))
     memory.add_trajectories(batch, {"x": "x", "b": "b", "terminated": "e"})
     assert seen == ["env_index", "lengths"]
     assert flat(memory.sample_all(["x"], sequence_length=9)[0][0]) == [6, 7, 0, 1, 2, 3, 4, 5]

@@ -12,7 +12,7 @@ import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.intake import info_columns
-from rlstructs.replay.intake.arrays import as_rows, find_marks, ready_arrays
+from rlstructs.replay.intake.arrays import as_rows, find_marks, ready_arrays, spec_of
 from rlstructs.replay.intake.info_columns import Plan, require_bytes
 from rlstructs.replay.intake.roles import ends_among, source_of
 from rlstructs.replay.intake.trajectories import POLICY_VERSION, Steps, add_version, take_trajectories
@@ -36,6 +36,8 @@ class Intake:
 
     # Whether only the process that has made the store can write to it.
     is_for_one_process = False
+    # What the number of lanes is, for messages.
+    lane_limit = "the lanes of this buffer"
 
     def __init__(self, storage: Storage, owner: str, unknown: str = ERROR, missing: str = ERROR) -> None:
         self.storage, self.owner, self.unknown, self.missing = storage, owner, unknown, missing
@@ -131,7 +133,7 @@ class Intake:
         """Converts to rows; a tensor for a store on a device stays on it."""
         columns = self.storage.columns
         if not columns.on_host and isinstance(value, torch.Tensor):
-            _, spec = as_rows(name, value[:0], None)
+            spec = spec_of(name, value.dtype) if known is None else known
             own = columns.own(value, spec)
             if own is not None:
                 return own, spec
@@ -174,15 +176,19 @@ class Intake:
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch; see `Buffer.add_trajectories`."""
-        steps = self._take(trajectories, names)
+        steps = self.prepare(self.take(trajectories, names))
         if steps.lengths.any():
             self.write_steps(self.convert(steps.values, self.unknown, self.missing), steps)
             steps.record(self.storage)
 
-    def _take(self, trajectories: Trajectories, names: Mapping[str, str] | None) -> Steps:
-        """Finds and checks the steps of a batch."""
+    def take(self, trajectories: Trajectories, names: Mapping[str, str] | None) -> Steps:
+        """Finds the steps of a batch."""
         n_lanes = None if self.takes_any_environment else self.storage.columns.n_lanes
-        steps = take_trajectories(trajectories, self.default_names if names is None else names, n_lanes)
+        chosen = self.default_names if names is None else names
+        return take_trajectories(trajectories, chosen, n_lanes, limit=self.lane_limit)
+
+    def prepare(self, steps: Steps) -> Steps:
+        """Checks steps, and finds out where their episodes begin and end."""
         values = self.prepare_columns(steps.for_columns(self.specs))
         steps = replace(steps, values=values).with_ends(self.find_ends(values))
         steps = steps.after(self.storage)
@@ -231,7 +237,7 @@ class Intake:
         Raises:
             MissingKeyError, SpecError: a column does not fit.
         """
-        self.convert(self._take(example, names).values, self.unknown, self.missing)
+        self.convert(self.prepare(self.take(example, names)).values, self.unknown, self.missing)
 
     # Files
 
