@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from rlstructs.returns.functions import discounted_returns, gae, lambda_returns, n_step_returns, transitions, vtrace
     from rlstructs.seeding import int32_seed
     from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
+    from rlstructs.structures.packed import PackedTrajectories
     from rlstructs.structures.rollout_files import load_rollouts, save_rollouts
     from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
     from rlstructs.structures.trajectories import Trajectories
@@ -86,6 +87,7 @@ _EXPORTS = {
     "NormalizeObservation": "envs.normalize",
     "NormalizeReward": "envs.normalize",
     "OutOfMemoryError": "errors",
+    "PackedTrajectories": "structures.packed",
     "PartsLease": "distributed.batcher",
     "RLError": "errors",
     "RL_Agent": "agent",
@@ -138,6 +140,7 @@ __all__ = [
     "NormalizeObservation",
     "NormalizeReward",
     "OutOfMemoryError",
+    "PackedTrajectories",
     "PartsLease",
     "RLError",
     "RL_Agent",

@@ -8,9 +8,10 @@ a number for each transition. The arguments are
 - `next_values`: floating point (B, T), V of the observation after step t, at the end of an episode the final one;
 - `terminated`, `truncated`: bool (B, T), or numbers that are 0 for False: how step t ended its episode, if it did;
 - `gamma`, `lambda_`: in [0, 1], a number or a tensor () or (B, T); the weight at t applies to what follows step t;
-- `mask`: which steps count, in the form of `terminated`; None for all.
+- `mask`: which steps count, in the form of `terminated`; None for all;
+- `cu_seqlens`: int32 (S + 1,), where segments begin in packed steps; then all that is (B, T) here is (N,), results too.
 
-`transitions` takes rewards, ends and mask out of a batch; you add values and weights.
+`transitions` takes rewards, ends and mask out of a batch or a pack (`Trajectories.packed`); you add values and weights.
 
 In the equations V(s_{t+1}) is `next_values`, but 0 after a step that terminated. V(s_{t+1}) also replaces the value
 that would come from step t + 1 if the row has no such step of the episode: at the end of the episode or of the row, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -12,30 +12,36 @@ from rlstructs.errors import SpecError
 from rlstructs.returns import in_torch
 from rlstructs.returns.inputs import Given, Weight
 from rlstructs.returns.launch import launch
+from rlstructs.structures.packed import PackedTrajectories
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
 
 @set_module("rlstructs.returns")
 class Transitions(TypedDict):
-    """Arguments that the functions of this module take from a batch; (B, T) each."""
+    """Arguments that the functions of this module take from a batch, (B, T) each; of a pack (N,), with `cu_seqlens`."""
 
     rewards: torch.Tensor
     terminated: torch.Tensor
     truncated: torch.Tensor
     mask: torch.Tensor
+    cu_seqlens: NotRequired[torch.Tensor]
 
 
-def transitions(trajectories: Trajectories | TemporalDictTensor) -> Transitions:
+def transitions(trajectories: Trajectories | TemporalDictTensor | PackedTrajectories) -> Transitions:
     """Rewards, ends and mask of a batch, as arguments of the functions of this module.
 
     Args:
         trajectories: with `_observation/reward`, `_observation/terminated` and `_observation/truncated`, as the
-            batcher gives them.
+            batcher gives them, or a pack of such.
 
     Returns:
-        `rewards`, `terminated`, `truncated`, (B, T), shared with the batch, and `mask`, bool (B, T).
+        `rewards`, `terminated`, `truncated`, (B, T), shared with the batch, and `mask`, bool (B, T). For a pack (N,),
+        and its `cu_seqlens`.
 
     Raises:
         TypeError: `trajectories` is no batch.
@@ -49,14 +55,18 @@ def transitions(trajectories: Trajectories | TemporalDictTensor) -> Transitions:
         tensor([[1.5000, 1.0000, 0.0000]])
     """
     steps = trajectories.trajectories if isinstance(trajectories, Trajectories) else trajectories
-    if not isinstance(steps, TemporalDictTensor):
-        raise TypeError(f"transitions: needs Trajectories or a TemporalDictTensor, got {type(steps).__name__}")
-    return Transitions(
+    if not isinstance(steps, (TemporalDictTensor, PackedTrajectories)):
+        wanted = "Trajectories, a TemporalDictTensor or PackedTrajectories"
+        raise TypeError(f"transitions: needs {wanted}, got {type(steps).__name__}")
+    found = Transitions(
         rewards=steps["_observation/reward"],
         terminated=steps["_observation/terminated"],
         truncated=steps["_observation/truncated"],
         mask=steps.mask(torch.bool),
     )
+    if isinstance(steps, PackedTrajectories):
+        found["cu_seqlens"] = steps.cu_seqlens
+    return found
 
 
 def gae(
@@ -68,6 +78,7 @@ def gae(
     gamma: Weight,
     lambda_: Weight,
     mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimates, and targets for the values.
 
@@ -85,11 +96,12 @@ def gae(
         >>> gae(torch.ones(1, 2), values, next_values, terminated=no, truncated=no, gamma=0.5, lambda_=1.0)
         (tensor([[1.5000, 1.0000]]), tensor([[2.5000, 3.0000]]))
     """
-    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     values, lambda_ = given.floats("values", values), given.weight("lambda_", lambda_)
     if launched := launch("gae", given, (values,), (lambda_,)):
-        return launched[0], launched[1]
-    return in_torch.gae(given, values, lambda_)
+        return given.shape(launched[0]), given.shape(launched[1])
+    advantages, targets = in_torch.gae(given, values, lambda_)
+    return given.shape(advantages), given.shape(targets)
 
 
 def discounted_returns(
@@ -99,6 +111,7 @@ def discounted_returns(
     truncated: torch.Tensor,
     gamma: Weight,
     mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Discounted sums of rewards to the end of the episode, or of the row, plus V there.
 
@@ -110,10 +123,10 @@ def discounted_returns(
     Returns:
         (B, T).
     """
-    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     if launched := launch("discounted_returns", given):
-        return launched[0]
-    return in_torch.discounted_returns(given)
+        return given.shape(launched[0])
+    return given.shape(in_torch.discounted_returns(given))
 
 
 def lambda_returns(
@@ -124,6 +137,7 @@ def lambda_returns(
     gamma: Weight,
     lambda_: Weight,
     mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Averages of n-step returns over all n, weighted by lambda^n: the targets of TD(lambda).
 
@@ -134,11 +148,11 @@ def lambda_returns(
     Returns:
         (B, T).
     """
-    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     lambda_ = given.weight("lambda_", lambda_)
     if launched := launch("lambda_returns", given, weights=(lambda_,)):
-        return launched[0]
-    return in_torch.lambda_returns(given, lambda_)
+        return given.shape(launched[0])
+    return given.shape(in_torch.lambda_returns(given, lambda_))
 
 
 def n_step_returns(
@@ -149,6 +163,7 @@ def n_step_returns(
     gamma: Weight,
     n: int,
     mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Discounted sums of the next n rewards, or fewer at a cut, plus V after them.
 
@@ -161,11 +176,11 @@ def n_step_returns(
         (B, T).
     """
     check_count("n", n)
-    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
-    n = min(n, rewards.shape[1])
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
+    n = min(n, given.rewards.shape[1])
     if launched := launch("n_step_returns", given, numbers=(n,)):
-        return launched[0]
-    return in_torch.n_step_returns(given, n)
+        return given.shape(launched[0])
+    return given.shape(in_torch.n_step_returns(given, n))
 
 
 def vtrace(
@@ -180,6 +195,7 @@ def vtrace(
     rho_clip: float = 1.0,
     c_clip: float = 1.0,
     mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """V-trace: advantages and value targets for a policy, from steps of another policy.
 
@@ -198,7 +214,7 @@ def vtrace(
     Returns:
         Advantages (B, T), and targets (B, T), which are the paper's v.
     """
-    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask)
+    given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     values = given.floats("values", values)
     learned = given.floats("target_log_probs", target_log_probs)
     acted = given.floats("behaviour_log_probs", behaviour_log_probs)
@@ -206,8 +222,10 @@ def vtrace(
     # On a CPU torch computes several exponentials at once, a kernel one; on a GPU they would be launches more.
     ratios = None if values.is_cuda else (learned - acted).exp_()
     if launched := launch("vtrace", given, (values, ratios, learned, acted), numbers=clips):
-        return launched[0], launched[1]
-    return in_torch.vtrace(given, values, (learned - acted).exp_() if ratios is None else ratios, *clips)
+        return given.shape(launched[0]), given.shape(launched[1])
+    ratios = (learned - acted).exp_() if ratios is None else ratios
+    advantages, targets = in_torch.vtrace(given, values, ratios, *clips)
+    return given.shape(advantages), given.shape(targets)
 
 
 def _clip(name: str, value: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,8 @@ class Given(NamedTuple):
     """The arguments that all functions have in common, checked: contiguous tensors (B, T) without gradients.
 
     `terminated`, `truncated` and `mask` are bool, the others of one floating point dtype; `gamma` may also be a number
-    or a tensor (). Masked steps hold what was given.
+    or a tensor (). Masked steps hold what was given. Packed steps (N,) are one row, in which the last step of each
+    segment is truncated: what ends with a row has the same results.
     """
 
     rewards: torch.Tensor
@@ -27,6 +28,7 @@ class Given(NamedTuple):
     truncated: torch.Tensor
     mask: torch.Tensor | None
     gamma: Weight
+    is_packed: bool = False
 
     @classmethod
     def of(
@@ -37,12 +39,18 @@ class Given(NamedTuple):
         truncated: torch.Tensor,
         gamma: Weight,
         mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> Given:
-        """Checks them.
+        """Checks them; with `cu_seqlens` they are packed.
 
         Raises:
             TypeError, SpecError: one is wrong; the message names it.
         """
+        is_packed = cu_seqlens is not None
+        if is_packed:
+            rewards, next_values = _as_row("rewards", rewards), _as_row("next_values", next_values)
+            terminated, truncated = _as_row("terminated", terminated), _as_row("truncated", truncated)
+            gamma, mask = _as_row("gamma", gamma), _as_row("mask", mask)
         rewards = _check_floats("rewards", rewards, None)
         next_values = _check_floats("next_values", next_values, rewards)
         dtype = torch.promote_types(rewards.dtype, next_values.dtype)
@@ -52,15 +60,22 @@ class Given(NamedTuple):
             mask = _check_flags("mask", mask, rewards)
         rewards = rewards.to(dtype)
         gamma = _check_weight("gamma", gamma, rewards)
-        return cls(rewards, next_values.to(dtype), terminated, truncated, mask, gamma)
+        if cu_seqlens is not None:
+            truncated = _cut_segments(truncated, cu_seqlens)
+        return cls(rewards, next_values.to(dtype), terminated, truncated, mask, gamma, is_packed)
+
+    def shape(self, result: torch.Tensor) -> torch.Tensor:
+        """A result (B, T) in the shape of what was given."""
+        return result[0] if self.is_packed else result
 
     def floats(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Checks a further argument (B, T)."""
+        tensor = _as_row(name, tensor) if self.is_packed else tensor
         return _check_floats(name, tensor, self.rewards).to(self.rewards.dtype)
 
     def weight(self, name: str, value: Weight) -> Weight:
         """Checks a further argument that is a number in [0, 1] or a tensor."""
-        return _check_weight(name, value, self.rewards)
+        return _check_weight(name, _as_row(name, value) if self.is_packed else value, self.rewards)
 
 
 def _check_floats(name: str, tensor: torch.Tensor, rewards: torch.Tensor | None) -> torch.Tensor:
@@ -99,3 +114,32 @@ def _check_weight(name: str, value: Weight, rewards: torch.Tensor) -> Weight:
     if not 0 <= value <= 1:
         raise SpecError(f"{name} must lie in [0, 1], got {value}")
     return float(value)
+
+
+def _as_row(name: str, value: Any) -> Any:
+    """Packed steps (N,) as one row (1, N); numbers, and tensors without axes, as they are."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    if value.ndim != 1:
+        raise SpecError(f"{name} must have shape (N,) with cu_seqlens, got {show(value)}")
+    return value[None]
+
+
+def _cut_segments(truncated: torch.Tensor, cu_seqlens: Any) -> torch.Tensor:
+    """A copy of `truncated` (1, N) that is set at the end of each segment."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = show(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be an int32 tensor (S + 1,), got {got}")
+    if cu_seqlens.ndim != 1 or not len(cu_seqlens) or cu_seqlens.device != truncated.device:
+        raise SpecError(
+            f"cu_seqlens must have shape (S + 1,) on {truncated.device}, got {show(cu_seqlens)} on {cu_seqlens.device}"
+        )
+    cut, n = truncated.clone(), truncated.shape[1]
+    # Elsewhere it would wait for a GPU.
+    is_readable = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_readable and (int(cu_seqlens[0]) or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any())):
+        raise SpecError(f"cu_seqlens must rise from 0 to {n}, got {cu_seqlens.tolist()[:10]}")
+    if n:
+        # The end of an empty segment in front, 0, is the end of the row, which is one, too.
+        cut[:, cu_seqlens.long() - 1] = True
+    return cut

@@ -11,6 +11,7 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.files.segments import list_parts
 from rlstructs.structures.dict_tensor import DictTensor, Index, as_index
+from rlstructs.structures.packed import PackedTrajectories
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import Structure, check_parts, show_fields
 from rlstructs.workers.public_names import set_module
@@ -148,6 +149,26 @@ class Trajectories(Structure):
         device = "cpu" if generator is None else generator.device
         drawn = torch.randperm(self.n_elems(), generator=generator, device=device)[:n]
         return self.index(drawn.to(self.device()))
+
+    def packed(self, by: str = "row", keys: Iterable[str] | None = None) -> PackedTrajectories:
+        """A copy of the valid steps, one after another without padding, for recurrent networks and transformers.
+
+        Args:
+            by: what a segment is: a "row", or what there is of an "episode" in a row. Rows without steps have none.
+            keys: which tensors; None for all.
+
+        Raises:
+            MissingKeyError: there is no such key, or by episode none that says where episodes begin or end.
+            SpecError: `by` is something else.
+
+        Example:
+            >>> steps = {"x": torch.arange(6).view(2, 3)}
+            >>> batch = Trajectories(DictTensor(), TemporalDictTensor(steps, torch.tensor([3, 2])))
+            >>> pack = batch.packed()
+            >>> pack["x"], pack.cu_seqlens.tolist(), pack.positions.tolist()
+            (tensor([0, 1, 2, 3, 4]), [0, 3, 5], [0, 1, 2, 0, 1])
+        """
+        return PackedTrajectories.of(self.info, self.trajectories, by, keys)
 
     @staticmethod
     def cat(trajectories: Iterable[Trajectories]) -> Trajectories:

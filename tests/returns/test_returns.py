@@ -404,7 +404,7 @@ def test_padding_counts_for_nothing_whatever_it_holds():
 def test_a_batch_without_ends_is_refused():
     with pytest.raises(MissingKeyError, match=r"^TemporalDictTensor: no key '_observation/terminated', there are "):
         transitions(TemporalDictTensor({"_observation/reward": torch.zeros(1, 2)}))
-    with pytest.raises(TypeError, match=r"^transitions: needs Trajectories or a TemporalDictTensor, got dict$"):
+    with pytest.raises(TypeError, match=r"^transitions: needs Trajectories, .* or PackedTrajectories, got dict$"):
         transitions({"rewards": torch.zeros(1, 2)})
 
 
@@ -507,3 +507,60 @@ def test_rlax_says_the_same(function, peers_arguments):
             wanted = found.pg_advantage, found.errors + v_tm1
         for result, value in zip(mine, wanted, strict=True):
             np.testing.assert_allclose(result[row].numpy(), np.asarray(value), rtol=1e-4, atol=1e-4)
+
+
+@functions
+@given(arguments_of_all(), st.integers(0, 2**32))
+def test_packed_steps_have_the_results_of_padded_ones(function, arguments, seed):
+    shape = arguments["rewards"].shape
+    lengths = torch.from_numpy(np.random.default_rng(seed).integers(0, shape[1] + 1, shape[0]))
+    valid = torch.arange(shape[1])[None] < lengths[:, None]
+    padded = {**arguments, "mask": valid if arguments["mask"] is None else valid & (arguments["mask"] != 0)}
+    packed = {
+        key: value[valid] if isinstance(value, torch.Tensor) and value.ndim else value
+        for key, value in arguments.items()
+    }
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    for bounds in (cu_seqlens.int(), cu_seqlens):
+        results = function(**{name: packed[name] for name in (*COMMON, *EXTRA[function])}, cu_seqlens=bounds)
+        for result, wanted in zip(
+            results if isinstance(results, tuple) else (results,), call(function, padded), strict=True
+        ):
+            assert result.shape == (int(lengths.sum()),) and result.is_contiguous()
+            torch.testing.assert_close(result, wanted[valid])
+
+
+@functions
+def test_a_pack_is_taken_as_its_batch_is(function):
+    batch = ones("truncated")
+    batch.trajectories.lengths[1] = 180
+    for by in ("row", "episode"):
+        pack = batch.packed(by)
+        told, packed = transitions(batch), transitions(pack)
+        assert packed["cu_seqlens"] is pack.cu_seqlens and packed["mask"].all()
+        values = {name: torch.randn(2, 250) for name in FLOATS if name != "rewards"}
+        gathered = {name: value[told["mask"]] for name, value in values.items()}
+        of_batch = call(function, {**SETTINGS, **values, **told})
+        settings = {name: SETTINGS[name] for name in EXTRA[function] if name in SETTINGS}
+        others = {name: gathered[name] for name in ("next_values", *EXTRA[function]) if name in gathered}
+        results = function(gamma=GAMMA, **settings, **others, **packed)
+        for result, wanted in zip(results if isinstance(results, tuple) else (results,), of_batch, strict=True):
+            torch.testing.assert_close(pack.unpack(result), wanted)
+
+
+def test_packed_arguments_that_do_not_fit_are_named():
+    ten = torch.zeros(10)
+    arguments = {"rewards": ten, "next_values": ten, "terminated": ten, "truncated": ten, "gamma": 0.9}
+    bounds = torch.tensor([0, 4, 10], dtype=torch.int32)
+    with pytest.raises(SpecError, match=r"rewards must have shape \(B, T\), got \(10,\) float32"):
+        discounted_returns(**arguments)
+    with pytest.raises(SpecError, match=r"rewards must have shape \(N,\) with cu_seqlens, got \(1, 10\) float32"):
+        discounted_returns(**{**arguments, "rewards": ten[None]}, cu_seqlens=bounds)
+    with pytest.raises(SpecError, match=r"next_values must have shape"):
+        discounted_returns(**{**arguments, "next_values": ten[:-1]}, cu_seqlens=bounds)
+    with pytest.raises(TypeError, match=r"cu_seqlens must be an int32 tensor \(S \+ 1,\), got list"):
+        discounted_returns(**arguments, cu_seqlens=[0, 4, 10])
+    with pytest.raises(SpecError, match=r"cu_seqlens must have shape \(S \+ 1,\) on cpu"):
+        discounted_returns(**arguments, cu_seqlens=bounds[None])
+    with pytest.raises(SpecError, match="cu_seqlens must rise from 0 to 10"):
+        discounted_returns(**arguments, cu_seqlens=bounds[:-1])

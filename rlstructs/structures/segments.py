@@ -1,0 +1,324 @@
+"""Segments of rows: where they begin, how packs of a fixed size are filled with them, and how steps are gathered."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rlstructs.checks import UNKNOWN
+from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.frameworks.dtypes import CARRIERS
+from rlstructs.structures.arrays import as_array, raw_of, tensor_of
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
+from rlstructs.structures.tree import show
+
+BEGINS, DONE, FLAGS = "observation/initial_state", "_observation/done", ("terminated", "truncated")
+ROW, EPISODE = BY = ("row", "episode")
+# The place of a step that only fills a pack up.
+FILLER = -1
+STATE = "agent_state/"
+
+
+class Piece(NamedTuple):
+    """A part of a segment in a pack.
+
+    Attributes:
+        segment: the number of the segment.
+        start: the first of its steps that count.
+        stop: the step behind the last of these.
+        context: how many steps before `start` are repeated in front.
+    """
+
+    segment: int
+    start: int
+    stop: int
+    context: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of steps, repeated ones included."""
+        return self.stop - self.start + self.context
+
+
+def find_begins(steps: TemporalDictTensor) -> np.ndarray:
+    """Marks the steps that begin an episode, bool (B, T); those at t = 0 only as far as a key says so.
+
+    Raises:
+        MissingKeyError: no key says where episodes begin or end.
+        SpecError: a key that says so is not (B, T).
+    """
+    shape = len(steps), steps.n_timesteps()
+    begins, is_known = np.zeros(shape, bool), False
+    for key in (BEGINS, *end_keys(steps)):
+        if key not in steps:
+            continue
+        flags = as_array(steps[key])
+        if flags.shape != shape:
+            raise SpecError(f"packed: {key!r} is {show(steps[key])}, expected {shape} to tell where episodes are")
+        if key == BEGINS:
+            begins |= flags != 0
+        else:
+            begins[:, 1:] |= flags[:, :-1] != 0
+        is_known = True
+    if not is_known:
+        raise MissingKeyError(
+            f"packed: no key says where episodes are, expected {BEGINS!r}, {DONE!r} or '_observation/terminated', "
+            f"there are {sorted(steps)}; by='row' needs none"
+        )
+    return begins
+
+
+def end_keys(steps: TemporalDictTensor) -> list[str]:
+    """The keys that say where episodes end: `done`, or the two flags that it is made of."""
+    return [DONE] if DONE in steps else [key for flag in FLAGS if (key := f"_observation/{flag}") in steps]
+
+
+def take_steps(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Copies steps of a tensor (M, ...), with gradients.
+
+    Args:
+        tensor: where they are.
+        index: int64 (N,), which ones, on the device of the tensor.
+        places: the same on the CPU.
+    """
+    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.dtype in CARRIERS or not len(tensor):
+        carrier = CARRIERS.get(tensor.dtype)
+        if carrier is None:
+            return tensor.index_select(0, index)
+        return tensor.view(carrier).index_select(0, index).view(tensor.dtype)
+    # numpy takes rows in half the time of torch; "clip" because it is checked that all indexes are in range.
+    return tensor_of(raw_of(tensor).take(places, axis=0, mode="clip"), tensor.dtype)
+
+
+def lay_out(lengths: Sequence[int], max_steps: int) -> list[list[Piece]]:
+    """Puts whole segments into as few packs as the rule "largest first, where it fits best" finds.
+
+    Raises:
+        SpecError: a segment is longer than a pack.
+    """
+    if lengths and max(lengths) > max_steps:
+        longest = int(np.argmax(lengths))
+        raise SpecError(
+            f"split: segment {longest} has {lengths[longest]} steps, a pack {max_steps}; give context= or states= to "
+            "cut it, or context=0 to cut it without either"
+        )
+    packs: list[list[Piece]] = []
+    rooms: list[tuple[int, int]] = []  # sorted: how much is left in a pack, and its number
+    for segment in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = bisect_right(rooms, (lengths[segment], -1))
+        room, pack = rooms.pop(at) if at < len(rooms) else (max_steps, len(packs))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(Piece(segment, 0, lengths[segment]))
+        insort(rooms, (room - lengths[segment], pack))
+    return [sorted(pack) for pack in packs]
+
+
+def cut_and_fill(lengths: Sequence[int], max_steps: int, context: int) -> list[list[Piece]]:
+    """Fills packs with whole segments, the largest that fits first, and with a part of one where none fits.
+
+    Args:
+        lengths: of the segments, each at least 1.
+        max_steps: of a pack.
+        context: the most steps that are repeated in front of what is left of a segment, less than `max_steps`.
+
+    Returns:
+        The pieces of each pack. All packs but the last are full, unless what is left of all segments would need more
+        room for its context than there is.
+    """
+    # What is left, sorted: the room that a piece takes, with its context; minus the segment, for the earliest first.
+    left = sorted((length, -number) for number, length in enumerate(lengths))
+    starts, packs = [0] * len(lengths), []
+    while left:
+        room, pack, kept = max_steps, [], []
+        while left and room:
+            at = bisect_right(left, (room, 1)) - 1
+            size, number = left.pop(max(at, 0))
+            segment, start = -number, starts[-number]
+            before = size - (lengths[segment] - start)
+            if at < 0 and before >= room:  # not even one step would fit behind its context
+                kept.append((size, number))
+                continue
+            stop = min(lengths[segment], start + room - before)
+            pack.append(Piece(segment, start, stop, before))
+            room -= pack[-1].size
+            if stop < lengths[segment]:
+                starts[segment] = stop
+                kept.append((lengths[segment] - stop + min(context, stop), number))
+        for item in kept:
+            insort(left, item)
+        packs.append(pack)
+    return packs
+
+
+def places_of(pieces: Sequence[Piece], offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The steps of pieces, one piece after another.
+
+    Args:
+        pieces: K of them.
+        offsets: int (S + 1,), where each segment begins.
+
+    Returns:
+        Which steps, int64 (N,); which of them count, bool (N,); and where each piece begins, int64 (K + 1,).
+    """
+    numbers = np.array(pieces, np.int64).reshape(-1, 4)
+    first = offsets[numbers[:, 0]].astype(np.int64) + numbers[:, 1] - numbers[:, 3]
+    bounds = np.concatenate([[0], np.cumsum(numbers[:, 2] - numbers[:, 1] + numbers[:, 3])]).astype(np.int64)
+    sizes = np.diff(bounds)
+    within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
+    return np.repeat(first, sizes) + within, within >= np.repeat(numbers[:, 3], sizes), bounds
+
+
+class TimeMajor(NamedTuple):
+    """Where the steps of segments are in torch's packed sequences, which have all first steps first.
+
+    Attributes:
+        places: int64 (N,), the place there of each step.
+        steps: int64 (N,), the step at each of these places.
+        batch_sizes: int64 (longest,), on the CPU: how many segments have a step t.
+        by_length: int64 (K,), the segments that have steps, the longest first.
+        ranks: int64 (K,), the inverse of `by_length`.
+    """
+
+    places: torch.Tensor
+    steps: torch.Tensor
+    batch_sizes: torch.Tensor
+    by_length: torch.Tensor
+    ranks: torch.Tensor
+
+
+def time_major(lengths: torch.Tensor, segment_ids: torch.Tensor, positions: torch.Tensor) -> TimeMajor:
+    """Lays steps out as torch's packed sequences do; segments without steps come last."""
+    by_length = lengths.argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
+    ranks = torch.empty_like(by_length)
+    ranks[by_length] = torch.arange(len(by_length), device=lengths.device)
+    # All segments have a step 0; those without a step t are not longer than t.
+    n_ended = torch.bincount(lengths[by_length]).cumsum(0)[:-1]
+    batch_sizes = len(ranks) - n_ended
+    places = (batch_sizes.cumsum(0) - batch_sizes)[positions] + ranks[segment_ids]
+    steps = torch.empty_like(places)
+    steps[places] = torch.arange(len(places), device=lengths.device)
+    return TimeMajor(places, steps, batch_sizes.cpu(), by_length, ranks)
+
+
+class Ends(NamedTuple):
+    """What tells which segment of a pack goes on from which; (S,) each, on the CPU.
+
+    Attributes:
+        env_index: int64, the environment.
+        lengths: int64, the number of steps.
+        first_steps: int64, the first step in the environment's count, -1 if it is not known.
+        may_continue: bool, whether the segment begins its row in the middle of an episode.
+        may_go_on: bool, whether it ends with its row.
+    """
+
+    env_index: np.ndarray
+    lengths: np.ndarray
+    first_steps: np.ndarray
+    may_continue: np.ndarray
+    may_go_on: np.ndarray
+
+
+def find_chains(parts: Sequence[Ends]) -> list[list[tuple[int, int]]]:
+    """Segments that follow one another through consecutive packs.
+
+    Returns:
+        Groups of segments, as pairs of their number, counted through all packs, and their length.
+    """
+    groups: list[list[tuple[int, int]]] = []
+    latest: dict[int, tuple[int, int]] = {}  # environment -> the group of its last segment, and the count behind it
+    number = 0
+    for part in parts:
+        for env, length, first, may_continue, may_go_on in zip(*(column.tolist() for column in part), strict=True):
+            group, following = latest.pop(env, (len(groups), UNKNOWN))
+            is_next = UNKNOWN in (first, following) or first == following
+            if not (may_continue and is_next and group < len(groups)):
+                group = len(groups)
+                groups.append([])
+            groups[group].append((number, length))
+            if may_go_on:
+                latest[env] = group, UNKNOWN if first == UNKNOWN else first + length
+            number += 1
+    return groups
+
+
+def find_segments(
+    places: np.ndarray, begins: np.ndarray | None, shape: tuple[int, int], by_episode: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Finds the segments of the valid steps of a batch.
+
+    Args:
+        places: int64 (N,), row * T + t of each step, ascending.
+        begins: bool (B, T), which steps begin an episode; None if that is not known.
+        shape: B and T.
+        by_episode: whether a segment begins with each episode, and not only with each row.
+
+    Returns:
+        `row`, `start`, `episode` and `continues` of each segment, (S,), and where each begins, int64 (S + 1,).
+    """
+    n_timesteps = max(shape[1], 1)
+    is_first = places % n_timesteps == 0
+    if by_episode and begins is not None:
+        is_first |= begins.ravel()[places]
+    first = is_first.nonzero()[0]
+    row, start = np.divmod(places[first], n_timesteps)
+    at_start = start == 0
+    # The number of a segment, less that of the first one of its row.
+    earlier = np.maximum.accumulate(np.where(at_start, np.arange(first.size), 0)) if first.size else first
+    begun = at_start if begins is None else at_start & ~begins[row, np.minimum(start, shape[1] - 1)]
+    table = {"row": row, "start": start, "episode": np.arange(first.size) - earlier, "continues": begun}
+    return table, np.append(first, places.size)
+
+
+def flat(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray, is_full: bool) -> torch.Tensor:
+    """The steps of a tensor (B, T, ...) at row * T + t, (N, ...), a copy."""
+    if is_full:
+        return tensor.clone(memory_format=torch.contiguous_format).view(len(places), *tensor.shape[2:])
+    return take_steps(tensor.flatten(0, 1), index, places)
+
+
+def clear_states(info: DictTensor, continues: torch.Tensor) -> DictTensor:
+    """The info of segments with an agent's state of 0 where an episode begins."""
+    cleared = {
+        key: torch.where(continues.view(-1, *[1] * (t.ndim - 1)), t, torch.zeros_like(t))
+        for key, t in info.items()
+        if key.startswith(STATE)
+    }
+    return DictTensor.trusted({**dict(info.items()), **cleared})
+
+
+def grow(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    """A tensor with n rows of zeros behind it."""
+    return torch.cat([tensor, tensor.new_zeros((n, *tensor.shape[1:]))]) if n else tensor
+
+
+def group(drawn: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Groups segments, in this order, that have no more than `size` steps together; a longer one is alone."""
+    group: list[int] = []
+    n_steps = 0
+    for number in drawn:
+        if group and n_steps + lengths[number] > size:
+            yield group
+            group, n_steps = [], 0
+        group.append(number)
+        n_steps += lengths[number]
+    if group:
+        yield group
+
+
+def widen(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The layout's own dtype of a tensor of it: jax has only 32 bits by default."""
+    if name == "cu_seqlens":
+        return tensor.int()
+    return tensor.long() if tensor.dtype == torch.int32 else tensor
+
+
+def move(segments: DictTensor, begins: torch.Tensor) -> DictTensor:
+    """The table of segments that begin so many steps later, int64 (S,)."""
+    moved = {"start": segments["start"] + begins, "continues": segments["continues"] | (begins > 0)}
+    return DictTensor.trusted({**dict(segments.items()), **moved})
