@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from rlstructs.replay.tianshou.intake import TransitionIntake
 from rlstructs.replay.tianshou.options import reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import DONE, FLAGS, OBS_NEXT, RESERVED, REW, as_column, sources_of, top
-
-if TYPE_CHECKING:
-    from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
 
 # Rows that are looked at together, so that little memory is needed.
 AT_ONCE = 1 << 16
@@ -275,11 +272,12 @@ class StoredColumns(ArrayDict):
     rows use the stored ones.
     """
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_editor", "_set_column")
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        dict.__init__(self, {name: buffer._table.show(name) for name in buffer._specs})
-        object.__setattr__(self, "_buffer", buffer)
+    def __init__(self, editor: Editor, set_column: Callable[[Any, str], None]) -> None:
+        dict.__init__(self, {name: editor.table.show(name) for name in editor.table.columns})
+        object.__setattr__(self, "_editor", editor)
+        object.__setattr__(self, "_set_column", set_column)
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
@@ -290,9 +288,9 @@ class StoredColumns(ArrayDict):
         if is_mapping(value):
             if name != REW:  # programs put an empty batch there before they put others' rewards
                 raise SpecError(f"_meta: {name!r} is a column, which cannot be taken away")
-        elif not self._buffer._editor.set_stand_in(name, value):
-            self._buffer.set_array_at_key(value, name)
-        super()._set(name, self._buffer._table.show(name))
+        elif not self._editor.set_stand_in(name, value):
+            self._set_column(value, name)
+        super()._set(name, self._editor.table.show(name))
 
     def _like(self, items: Any) -> Any:
         return ArrayDict.trusted(items)

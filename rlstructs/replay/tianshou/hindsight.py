@@ -13,7 +13,6 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.draw.reading import discounted, read_sources
 from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array
-from rlstructs.replay.tianshou import files
 from rlstructs.replay.tianshou.options import forward, reading_of
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
@@ -193,7 +192,7 @@ class HERReplayBuffer(ReplayBuffer):
         cls, path: str | Path, compute_reward_fn: Reward, device: Any = None
     ) -> Self:
         """Loads a file of `ReplayBuffer.save_hdf5`; the reward function is not in it."""
-        return files.load(cls, path, {"compute_reward_fn": compute_reward_fn, "device": device})
+        return cls._load_new(path, {"compute_reward_fn": compute_reward_fn, "device": device})
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "horizon": self.horizon, "future_k": self.future_k}

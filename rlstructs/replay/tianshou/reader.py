@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from rlstructs.replay.tianshou.options import Options, reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of
 
-if TYPE_CHECKING:
-    from rlstructs.replay.tianshou.replay_buffer import ReplayBuffer
-
 EVENLY = Uniform()
 WANTED = "row with so many others before it in its episode"
 
@@ -32,6 +29,14 @@ class Pick(NamedTuple):
     rows: AnyView
     at: np.ndarray
     fields: Fields
+
+
+class Indexed(Protocol):
+    """A buffer that chooses rows and reads them by index, both perhaps by methods of a user's class."""
+
+    def sample_indices(self, batch_size: int | None) -> np.ndarray: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
 
 
 class Reader:
@@ -141,7 +146,7 @@ class Reader:
         """Draws rows and reads them; see `ReplayBuffer.sample`."""
         return self._draw_batch(*self._selector(checked_size(batch_size)))
 
-    def sample_by(self, buffer: ReplayBuffer, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
+    def sample_by(self, buffer: Indexed, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
         """Has a user's buffer draw rows, and reads them; `by_index` says to read by its own method, too."""
         index = buffer.sample_indices(batch_size)
         if not by_index and np.ndim(index) == 1:
@@ -172,7 +177,7 @@ class Reader:
         at = self.choose(self.list_candidates(rows, rows.every_row()), size)
         return at.size, self._pick_first(rows, at, self.pick)
 
-    def _selector_of(self, buffer: ReplayBuffer, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
+    def _selector_of(self, buffer: Indexed, index: np.ndarray) -> tuple[int, Callable[[int], Pick]]:
         """Selects among rows (n,) that a user's buffer has drawn."""
         at = self.table.locate(index)
 

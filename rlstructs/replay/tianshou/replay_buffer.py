@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from rlstructs.checks import check_count
+from rlstructs.checks import check_count, clean_text
+from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.buffer import Arrays, Buffer, Restore
 from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.intake.arrays import flat_items, host_array
 from rlstructs.replay.intake.intake import FILL, GROW
 from rlstructs.replay.keep import saving
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.tianshou import files, transitions
+from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns
 from rlstructs.replay.tianshou.intake import TransitionIntake
 from rlstructs.replay.tianshou.options import THEIRS, Options, check_arguments, check_lane_size, forward, hint_of
 from rlstructs.replay.tianshou.reader import Reader
 from rlstructs.replay.tianshou.running import Added
 from rlstructs.replay.tianshou.table import Table
-from rlstructs.replay.tianshou.transitions import DONE, RESERVED
+from rlstructs.replay.tianshou.transitions import DONE, FLAGS, RESERVED
 from rlstructs.workers.public_names import set_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+HDF5 = ".h5"
 
 
 @set_module("rlstructs.replay")
@@ -141,8 +147,25 @@ class ReplayBuffer(Buffer):
         Raises:
             MissingKeyError, SpecError: an array is missing, or does not have n rows.
         """
-        names = zip(RESERVED, (obs, act, rew, terminated, truncated, None, obs_next), strict=False)
-        return files.from_arrays(cls, dict(names), done, settings)
+        given = zip(RESERVED, (obs, act, rew, terminated, truncated, None, obs_next), strict=False)
+        arrays = {
+            name: value if isinstance(value, torch.Tensor) else host_array(name, value)
+            for name, value in flat_items({key: value for key, value in given if value is not None}, "").items()
+        }
+        transitions.check_required(arrays)
+        n = len(transitions.as_column(FLAGS[0], arrays[FLAGS[0]], 1))
+        buffer = cls(n, **settings)
+        rows = buffer._intake.as_transitions(arrays, "from_data", 1)
+        if wrong := [name for name, values in rows.items() if len(values) != n]:
+            raise SpecError(f"{wrong[0]!r} has {len(rows[wrong[0]])} rows, 'terminated' has {n}")
+        if done is not None:
+            ends = transitions.as_flags(DONE, host_array(DONE, done))
+            if ends.shape != (n,):
+                raise SpecError(f"'done' has shape {ends.shape}, expected ({n},)")
+            rows[FLAGS[1]] = rows[FLAGS[1]] | (ends & ~rows[FLAGS[0]])
+        if n:
+            buffer._intake.fill(rows)
+        return buffer
 
     stack_num: int = forward("_options", "stack_num", "How many rows a read observation consists of.", check_count)
     ignore_obs_next: bool = forward("_options", "ignore_obs_next", "Whether `obs_next` is not stored.")
@@ -344,7 +367,7 @@ class ReplayBuffer(Buffer):
 
         A value that is set under a name is stored; see `StoredColumns`. Columns that replace all of these include them.
         """
-        return StoredColumns(self)
+        return StoredColumns(self._editor, self.set_array_at_key)
 
     @_meta.setter
     def _meta(self, columns: Any) -> None:
@@ -393,7 +416,7 @@ class ReplayBuffer(Buffer):
 
     def save_hdf5(self, path: str | Path, compression: str | None = None) -> None:
         """Writes an HDF5 file, atomically; needs the extra `hdf5`. `compression` is "gzip", "lzf" or None."""
-        saving.save(self, Path(path), files.HDF5, compression)
+        saving.save(self, Path(path), HDF5, compression)
 
     @classmethod
     def load_hdf5(cls, path: str | Path, device: Any = None) -> Self:
@@ -404,12 +427,37 @@ class ReplayBuffer(Buffer):
         Raises:
             FileNotFoundError, FileError: there is no such file, or it is damaged, or of another version or class.
         """
-        return files.load(cls, path, {"device": device})
+        return cls._load_new(path, {"device": device})
+
+    @classmethod
+    def _load_new(cls, path: str | Path, given: Mapping[str, Any]) -> Self:
+        """Makes a buffer of a file; `given` are the arguments of the constructor that are in no file."""
+
+        def make(own: Mapping[str, Any]) -> Any:
+            try:
+                return cls._of_settings(own.get("settings"), given)
+            except (ImportError, MemoryError):
+                raise
+            except Exception as error:  # whatever they are
+                raise FileError(f"{path}: its settings do not make a {cls.__name__}: {clean_text(error)}") from error
+
+        made: Self = saving.load_new(cls.__name__, make, Path(path), HDF5)
+        return made
 
     @classmethod
     def _of_settings(cls, settings: Any, given: Mapping[str, Any]) -> Self:
-        """Makes a buffer with the settings of a file, and others."""
-        return files.construct(cls, {**settings, **given})
+        """Makes a buffer with the settings of a file, and others.
+
+        A user's class whose constructor takes other arguments is made by the constructor of ours.
+        """
+        arguments: dict[str, Any] = {**settings, **given}
+        buffer, known = cls.__new__(cls), cls
+        try:
+            inspect.signature(cls).bind(**arguments)
+        except TypeError:
+            known = next(each for each in cls.__mro__ if each.__module__.startswith("rlstructs."))
+        known.__init__(buffer, **arguments)
+        return buffer
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of the constructor that JSON can hold."""
