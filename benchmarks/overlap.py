@@ -119,7 +119,7 @@ def leases(repeats: int) -> None:
         found = []
         for _ in range(repeats):
             batcher.execute()
-            while not batcher._engine.supervisor.is_ready():
+            while not batcher._engine.is_ready():
                 pass
             started = time.perf_counter()
             lease = batcher.lease()

@@ -267,7 +267,7 @@ def ours(task: Task, leases: bool = False, run_ahead: int = 0, **settings: Any) 
         def run(seconds: float) -> float:
             step()  # what runs ahead has just begun then, as it has at the end
             speed = timed(step, seconds)
-            collecting._engine.supervisor.settle()  # or it would run while another is measured
+            collecting._engine.settle()  # or it would run while another is measured
             return speed
 
         yield run

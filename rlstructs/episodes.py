@@ -54,8 +54,8 @@ class EpisodeTracker:
 
     def add(self, trajectories: Trajectories) -> None:
         """Adds the next steps of each environment; `env_index` in `info` names the environments."""
-        steps = trajectories.trajectories
-        env_index, lengths = as_array(trajectories.info["env_index"]), as_array(steps.lengths)
+        steps, env_index = trajectories.trajectories._tensors, as_array(trajectories.info._tensors["env_index"])
+        lengths = as_array(trajectories.trajectories.lengths)
         needed = (RAW if RAW in steps else REWARD, DONE)
         found = arrays_of(steps, needed)
         self._missing = next((key for key in needed if key not in found), None)

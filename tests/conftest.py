@@ -16,7 +16,7 @@ import programs
 import pytest
 from folders import PYTHONPATH
 
-from rlstructs.batcher import engine
+from rlstructs.batcher import start
 from rlstructs.envs.shared_vector import hosts
 
 # Until the tests are collected: what is made by then stays, and looking at it would take a quarter of the time.
@@ -39,8 +39,8 @@ hypothesis.settings.load_profile("any machine")
 # One fork server for the workers of batchers and of vector environments. It imports what the tests' own modules import,
 # as each worker would otherwise when it unpickles an environment.
 OWN_PRELOAD = hosts.PRELOAD
-engine.PRELOAD = hosts.PRELOAD = (
-    *engine.PRELOAD, *hosts.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
+start.PRELOAD = hosts.PRELOAD = (
+    *start.PRELOAD, *hosts.PRELOAD, "rlstructs.batcher.batcher", "rlstructs.testing.faulty_env", "psutil",
     "pytest", "helpers", "processes",
 )  # fmt: skip
 

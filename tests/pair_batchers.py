@@ -291,7 +291,7 @@ class Course:
         if self.iteration is None:
             self.iteration = self.batcher.rollouts()
         # It begins anew by itself where all have ended.
-        if not self.batcher._engine.transport.n_running():
+        if not self.batcher._engine._transport.n_running():
             self.ledger.note_reset(self.n)
         return self.iteration
 

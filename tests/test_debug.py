@@ -47,8 +47,8 @@ def test_slots_are_poisoned_before_they_are_written_again(debugged):
         batcher.reset()
         first, _ = rollout(batcher)
         kept = first.trajectories["observation/frame"].clone()
-        batcher._engine.transport.slots[0].release()
-        assert np.isnan(batcher._engine.transport.slots[0].read(None, 3)["observation/frame"].numpy()).all()
+        batcher._engine._transport.slots[0].release()
+        assert np.isnan(batcher._engine._transport.slots[0].read(None, 3)["observation/frame"].numpy()).all()
         second, _ = rollout(batcher)
         assert torch.equal(first.trajectories["observation/frame"], kept)
         assert second.trajectories["observation/frame"][:, :, 1].tolist() == [[3, 4, 5]] * 2
@@ -58,7 +58,7 @@ def test_poison_is_of_each_keys_own_dtype(debugged):
     with count_batcher([[9], [9]], 3, autoreset=True, **debugged) as batcher:
         batcher.reset()
         rollout(batcher)  # which gives its slots back
-        for name, tensor in batcher._engine.transport.slots[0].read(None, 3).items():
+        for name, tensor in batcher._engine._transport.slots[0].read(None, 3).items():
             wanted = poison(tensor[:0].numpy().dtype)
             same = tensor.isnan() if wanted != wanted else tensor == wanted
             assert same.all(), name

@@ -27,6 +27,7 @@ shared replay agent
 envs memories episodes returns action_masks
 random_agent module_agent
 rollout
+exact
 batcher testing
 distributed integrations
 checkpoints

@@ -44,7 +44,7 @@ class Channel:
         self._socket = end
         self._readable = select.poll()
         self._readable.register(end.fileno(), select.POLLIN)
-        self._buffer: bytes | bytearray = b""  # read, but not returned by `receive` yet
+        self.unread: bytes | bytearray = b""  # read, but not returned by `receive` yet
         self._unsent: list[memoryview] = []  # the rest of a message whose beginning the other side has
 
     @classmethod
@@ -168,13 +168,21 @@ class Channel:
 
     def _take_message(self) -> Any:
         end = self._find_message_end()
-        data, self._buffer = self._buffer, bytes(self._buffer[end:])
+        data, self.unread = self.unread, bytes(self.unread[end:])
         if data.startswith(messages.RAW, LENGTH.size):
             return bytes(data[LENGTH.size + len(messages.RAW) : end])
         try:
             return pickling.loads(data[LENGTH.size : end])
         except EOFError as error:  # this would look like the end of the pipe
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
+
+    def read_messages(self) -> list[Any] | None:
+        """Reads what has arrived, without waiting; returns what `take_messages` does, or None if there was nothing.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        return self.take_messages() if self.read_available() else None
 
     def read_available(self) -> bool:
         """Reads the bytes that have arrived, a whole message or not, without waiting; False if there were none.
@@ -183,7 +191,7 @@ class Channel:
             EOFError: the other side is gone.
         """
         # One call reads several small messages.
-        n_missing = self._find_message_end() - len(self._buffer)
+        n_missing = self._find_message_end() - len(self.unread)
         try:
             data = self._socket.recv(SMALL if n_missing <= SMALL else min(n_missing, LARGE), DONT_WAIT)
         except BlockingIOError:
@@ -192,12 +200,12 @@ class Channel:
             data = b""
         if not data:  # the pipe ended, perhaps in the middle of a message
             raise EOFError("the other side of the channel is gone")
-        if not self._buffer:
-            self._buffer = data
-        elif isinstance(self._buffer, bytearray):
-            self._buffer += data
+        if not self.unread:
+            self.unread = data
+        elif isinstance(self.unread, bytearray):
+            self.unread += data
         else:
-            self._buffer = bytearray(self._buffer + data)
+            self.unread = bytearray(self.unread + data)
         return True
 
     def spin(self, seconds: float) -> None:
@@ -216,12 +224,12 @@ class Channel:
 
     def has_message(self) -> bool:
         """Whether `receive` would return at once; polling the pipe does not show messages that were read already."""
-        return len(self._buffer) >= self._find_message_end()
+        return len(self.unread) >= self._find_message_end()
 
     def close(self) -> None:
         self._socket.close()
 
     def _find_message_end(self) -> int:
         """Returns where the oldest message ends in the buffer; until its length has arrived, where the length ends."""
-        buffer = self._buffer
+        buffer = self.unread
         return LENGTH.size + (LENGTH.unpack_from(buffer)[0] if len(buffer) >= LENGTH.size else 0)

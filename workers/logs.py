@@ -212,7 +212,7 @@ class LogPipe:
         os.set_blocking(reader, False)
         self._buffer = b""
         self._unfinished: dict[int, bytearray] = {}  # the first chunks of a record, by pid
-        self._records: deque[logging.LogRecord] = deque()
+        self.records: deque[logging.LogRecord] = deque()
 
     def fileno(self) -> int:
         return self._reader.fileno()
@@ -232,7 +232,7 @@ class LogPipe:
             part, self._buffer = self._buffer[HEADER.size : end], self._buffer[end:]
             self._unfinished.setdefault(pid, bytearray()).extend(part)
             if is_last:
-                self._records.append(_unpickle_record(self._unfinished.pop(pid)))
+                self.records.append(_unpickle_record(self._unfinished.pop(pid)))
         return len(data)
 
     def read_all(self) -> None:
@@ -243,9 +243,9 @@ class LogPipe:
 
     def deliver(self) -> None:
         """Passes the records that were read to the handlers of this process."""
-        while self._records:
+        while self.records:
             try:
-                record = self._records.popleft()
+                record = self.records.popleft()
             except IndexError:  # another thread took the last one
                 return
             try:

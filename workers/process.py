@@ -147,14 +147,19 @@ class WorkerProcess:
         Raises:
             EOFError: the worker is gone.
         """
-        return self.take_replies() if self.channel.read_available() else None
+        if self.state is not State.BUSY:
+            return [] if self.channel.read_available() else None
+        taken = self.channel.read_messages()
+        return None if taken is None else self._assign(taken)
 
     def take_replies(self) -> list[tuple[Future, Any]]:
         """Returns the requests whose replies were read, each with its reply, or the error of unpickling that."""
-        if self.state is not State.BUSY:
-            return []
+        return self._assign(self.channel.take_messages()) if self.state is State.BUSY else []
+
+    def _assign(self, taken: list[Any]) -> list[tuple[Future, Any]]:
+        """Assigns messages to the oldest requests."""
         self.since = time.monotonic()  # even if there is none yet: a long reply comes in pieces
-        replies = [(self.futures.popleft(), reply) for reply in self.channel.take_messages()]
+        replies = [(self.futures.popleft(), reply) for reply in taken]
         if not self.futures:
             self.state = State.IDLE
         return replies

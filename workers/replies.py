@@ -71,7 +71,7 @@ class Exchange:
         for each in futures:
             if not each.is_over:
                 each.error = None  # of an earlier wait that was too short
-        deadline = deadline_in(timeout)
+        deadline = None if timeout is None else deadline_in(timeout)
         late: list[WorkerProcess] = []
         while busy := self._find_awaited(futures, n, fails_fast):
             if deadline is None and self.timeout is None:
@@ -143,13 +143,14 @@ class Exchange:
             due = min(worker.since for worker in workers) + self.timeout
             deadline = due if deadline is None else min(due, deadline)
         has_come = self.watch.wait(deadline, self._read)
-        self._log.deliver()
+        if self._log.records:
+            self._log.deliver()
         return has_come
 
     def _take_read_replies(self) -> None:
         """Takes the replies that were read while a request was sent."""
         for worker in self._workers:
-            if worker.state is State.BUSY and worker.channel.has_message():
+            if worker.state is State.BUSY and worker.channel.unread and worker.channel.has_message():
                 with defer_interrupt():
                     self._end_futures(worker.take_replies())
                     self._log.read()
@@ -246,13 +247,14 @@ class Watch:
         Raises:
             WorkerError: see `check`.
         """
-        check_owner(self._owner_pid)  # before the lock: in a forked copy it may be locked for ever
+        if os.getpid() != self._owner_pid:  # before the lock: in a forked copy it may be locked for ever
+            check_owner(self._owner_pid)
         with self._lock:
             self._check_not_over()
             self._n_waiting += 1
         is_waiting = True
         try:
-            events = self._poll.poll(milliseconds_until(deadline))
+            events = self._poll.poll(None if deadline is None else milliseconds_until(deadline))
             with defer_interrupt(), self._lock:  # a reply that was read but not kept would be awaited for ever
                 is_waiting = False
                 self._stop_waiting()

@@ -36,16 +36,16 @@ from rlstructs.batcher.arguments import (
     arguments_of,
     check_factory,
     check_info,
+    constructor_arguments,
     info_example,
     seeds_of,
     warn_of_overlap,
 )
-from rlstructs.batcher.delivery import Delivery
-from rlstructs.batcher.engine import Engine, start_engine
-from rlstructs.batcher.evaluation import evaluate
-from rlstructs.batcher.feeding import feed_memory, stop_feeding
+from rlstructs.batcher.engine import Delivery, Engine
+from rlstructs.batcher.evaluation import EpisodePlan
 from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.batcher.start import start_engine
 from rlstructs.batcher.state import plan_load, take_state
 from rlstructs.checks import check_count, other_words, warn_caller
 from rlstructs.debug import is_on
@@ -230,8 +230,6 @@ class RL_Batcher:
             >>> lengths
             [[10, 10, 10, 10], [10, 10, 10, 10]]
         """
-        from rlstructs.batcher.make import constructor_arguments  # imports gymnasium
-
         arguments = constructor_arguments(
             cls, env, agent, n_envs, n_workers, env_args, device, episode_seeds, clip_actions, settings
         )
@@ -251,7 +249,7 @@ class RL_Batcher:
             SpecError, TypeError: `n_steps` is not an int above 0.
             StateError, Exception: what `reset`, `execute` and `get` raise.
         """
-        return run_rollouts(self, self._life, lambda: self._engine.transport.infos, n_steps)
+        return run_rollouts(self, self._life, lambda: self._engine.infos, n_steps)
 
     def __iter__(self) -> Iterator[Trajectories]:
         return self.rollouts()
@@ -278,7 +276,7 @@ class RL_Batcher:
         for name, info in infos.items():
             check_info(name, info, self._examples[name], self.n_elems())
         with self._life.note_failures("reset", self._engine.is_halfway):
-            self._engine.supervisor.settle()
+            self._engine.settle()
             self._life.phase = Phase.INTERRUPTED  # until the reset is done
             self._delivery.forget()
             self._engine.reset(infos)
@@ -304,7 +302,7 @@ class RL_Batcher:
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
         with self._life.note_failures():
-            self._engine.supervisor.replace_gone()
+            self._engine.replace_gone()
         with defer_first_interrupt(), self._life.note_failures("execute", self._engine.is_halfway):
             self._life.phase = Phase.INTERRUPTED  # until the rollout is started
             self._engine.begin_rollouts(agent_info)
@@ -423,9 +421,9 @@ class RL_Batcher:
             SpecError: an agent could not take the state dict of a wrapped module; give `update` the module.
             Exception: what an agent raised.
         """
-        ahead = (Phase.RUNNING,) if self._engine.supervisor.run_ahead else ()
+        ahead = (Phase.RUNNING,) if self._engine.run_ahead else ()
         self._life.check("update", Phase.NEW, Phase.READY, Phase.LEASED, Phase.ENDED, Phase.INTERRUPTED, *ahead)
-        packed = self._engine.outbox.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
+        packed = self._engine.pack(plain_state(info) if isinstance(info, torch.nn.Module) else info)
         with self._life.note_failures("update", self._engine.is_halfway):
             self._engine.update(packed)
 
@@ -445,7 +443,7 @@ class RL_Batcher:
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that rollouts take; known before the first one takes it."""
-        return self._engine.transport.nbytes
+        return self._engine.nbytes
 
     @property
     def policy_version(self) -> int:
@@ -480,13 +478,7 @@ class RL_Batcher:
             MissingKeyError, SpecError, OutOfMemoryError: it has too few lanes or rows, or other columns.
         """
         self._life.check("feed", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
-        fed = None
-        if memory is None:
-            stop_feeding(self._life)
-        else:
-            fed = feed_memory(self._engine, self._life, memory, names)
-        with self._life.note_failures("feed", self._engine.is_halfway):
-            self._engine.feed(fed)
+        self._engine.feed(memory, names, self._life)
 
     def evaluate(
         self,
@@ -532,7 +524,14 @@ class RL_Batcher:
             check_count("max_steps", max_steps, 1)
         if agent_info is not None:
             check_info("agent_info", agent_info, self._examples["agent_info"], self.n_elems())
-        return evaluate(self._engine, self._life, n_episodes, seed, agent_info, max_steps)
+        engine, plan = self._engine, EpisodePlan(n_episodes, self._engine.layout, max_steps)
+        seeds = seeds_of(seed, len(engine.settings.seeds), "seed")
+        warn_of_overlap(seeds, engine.n_envs)
+        with self._life.note_failures("evaluate", engine.is_halfway):
+            found = engine.play(plan, seeds, agent_info)
+        if isinstance(found, Exception):
+            raise found
+        return plan.take(found)
 
     def episodes(self) -> DictTensor:
         """The episodes that ended in the rollouts handed out since the last call, in one row each.
@@ -548,7 +547,7 @@ class RL_Batcher:
             SpecError: the environment gives no `reward` or `done`.
         """
         self._life.check_open("episodes")
-        return self._engine.transport.episodes.take()
+        return self._engine.episodes.take()
 
     def statistics(self) -> dict[str, Moments]:
         """The moments of all rollouts handed out, by which `NormalizeObservation` and `NormalizeReward` normalise.
@@ -561,7 +560,7 @@ class RL_Batcher:
             `return`. Empty if environments keep no statistics.
         """
         self._life.check_open("statistics")
-        return {name: moments.copy() for name, moments in self._engine.supervisor.statistics.items()}
+        return {name: moments.copy() for name, moments in self._engine.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
         """Tells what each worker does and has done; cheap enough to call after every rollout.
@@ -682,7 +681,7 @@ class RL_Batcher:
 
     def _start_engine(self, settings: JobSettings, run: RunSettings) -> Engine:
         """Starts the engine that runs rollouts."""
-        return start_engine(settings, run, self._debug)
+        return start_engine(settings, run, self._debug, Engine)
 
 
 class Rollouts(Protocol):

@@ -1,77 +1,37 @@
-"""`Engine`: starts workers and runs rollouts in them, behind `RL_Batcher`."""
+"""`Engine` runs rollouts in workers, behind `RL_Batcher`; `Delivery` hands out each rollout once, copied or leased."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeVar
 
-from rlstructs.batcher.arguments import RunSettings, count_awaited
-from rlstructs.batcher.feed import Fed, call_weakly
-from rlstructs.batcher.metrics import Meter
+import torch
+
+from rlstructs.batcher import arguments
+from rlstructs.batcher.evaluation import EpisodePlan, play
+from rlstructs.batcher.exact_state import EngineState, TrainerState
+from rlstructs.batcher.feed import Feeding
+from rlstructs.batcher.lease import BaseLease
+from rlstructs.batcher.lifecycle import Lifecycle, Phase
+from rlstructs.batcher.metrics import EqualActions, Meter, name_restarts
 from rlstructs.batcher.supervisor import Supervisor
-from rlstructs.batcher.transport import Batch, SlotTransport, Transport
+from rlstructs.batcher.transport import Batch, Outbox, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
-from rlstructs.errors import SpecError
+from rlstructs.episodes import EpisodeTracker
+from rlstructs.errors import StateError
 from rlstructs.moments import Moments
-from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.seeding import PrivateStreams, seed_worker_streams, seeds_argument
-from rlstructs.shared import weights
-from rlstructs.shared.layout import Layout
-from rlstructs.shared.slots import SlotBuffers
-from rlstructs.shared.weights import Parcel
-from rlstructs.structures.arrays import specs_of
+from rlstructs.seeding import seeds_argument
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.worker_setup.setup import WorkerSetup
-from rlstructs.workers import InlinePool, SharedArena, WorkerPool
-from rlstructs.workers.arena import pack
-from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers import SharedArena
+from rlstructs.workers.interrupts import defer_interrupt, forget_last_interrupt
 from rlstructs.workers.messages import Future
-from rlstructs.workers.pickle_errors import explain_pickle_error
-from rlstructs.workers.pool import Pool
 
-
-class Outbox(Protocol):
-    """Sends updates from the trainer to the workers.
-
-    Attributes:
-        version: the number of updates so far.
-    """
-
-    version: int
-
-    def pack(self, info: Any) -> Any:
-        """Puts an update where workers can read it; returns what to send to them."""
-
-    def record_sent(self, packed: Any, requests: list[Future]) -> None:
-        """Records that workers were sent this update."""
-
-    def read_last(self) -> Parcel | None:
-        """The last update, copied; None if there was none, or if whoever passes it on has it."""
-
-    def forget(self, workers: Collection[int]) -> None:
-        """Forgets requests to workers that were replaced; their successors have only got the last update."""
-
-
-class Contents(NamedTuple):
-    """The columns and the environments of rollouts.
-
-    Attributes:
-        layout: the columns of all environments.
-        blocks: for each worker, or node, the global indexes of its environments.
-        n_envs: E, the number of environments of one worker.
-        hint: what the user is warned of, if anything.
-    """
-
-    layout: Layout
-    blocks: list[range]
-    n_envs: int
-    hint: str | None = None
+L = TypeVar("L", bound=BaseLease)
+GiveBack = Callable[[], None]
 
 
 class Engine:
@@ -79,92 +39,95 @@ class Engine:
 
     Args:
         settings: the settings that jobs were built from.
-        supervisor: asks the workers.
+        supervisor: asks the workers; nobody else is to use it, nor the following two.
         transport: brings their rollouts.
         outbox: brings updates to them.
-        n_envs: E, the number of environments of one worker.
         arenas: shared memory, which `free` closes.
-        on_new_episodes: called with the workers whose environments begin new episodes, by a reset, restart or load.
 
     Attributes:
+        pool: the workers.
+        layout: the columns of rollouts.
+        n_envs, n_elems: E, the number of environments of one worker; N, of all.
+        nbytes: bytes of the memory that rollouts are written to.
+        run_ahead: how many rollouts may be ordered in addition to the oldest one.
+        noun, job_state_class: the word for a worker, and the class of its job's exact state.
+        hint: what the user is warned of, if anything.
         version_before: the number of updates before the first one that the outbox counts.
         meter: counts what is handed out.
-        hint: what the user is warned of, if anything.
     """
 
-    hint: str | None = None
-
     def __init__(
-        self,
-        settings: JobSettings,
-        supervisor: Supervisor,
-        transport: Transport,
-        outbox: Outbox,
-        n_envs: int,
-        arenas: Sequence[SharedArena] = (),
-        on_new_episodes: Callable[[Collection[int]], None] = lambda workers: None,
+        self, settings: JobSettings, supervisor: Supervisor, transport: Transport, outbox: Outbox, *arenas: SharedArena
     ) -> None:
-        self.settings, self.supervisor, self.transport, self.outbox = settings, supervisor, transport, outbox
-        self.n_envs, self.arenas, self._on_new_episodes = n_envs, arenas, on_new_episodes
-        self.version_before = 0
-        self.meter = Meter()
-        # The memory that is fed. Keeping it keeps the shared memory open, which successors of workers open too.
-        self._fed: Fed | None = None
-        # Of a loaded state until a memory is fed: by worker, the number of the first rollout that this memory gets.
-        self._waiting_from: Sequence[int] | None = None
-        supervisor.on_restart = call_weakly(self._note_restart)
-
-    @property
-    def pool(self) -> Pool:
-        """The workers."""
-        return self.supervisor.pool
-
-    @property
-    def n_elems(self) -> int:
-        """N, the number of environments of all workers."""
-        return self.n_envs * len(self.settings.seeds)
+        self._supervisor, self._transport, self._outbox = supervisor, transport, outbox
+        self._feeding = Feeding(supervisor, transport)
+        self.settings, self.arenas, self.pool = settings, arenas, supervisor.pool
+        self.layout, _, self.n_envs, self.hint = transport.contents
+        self.noun, self.job_state_class = supervisor.noun, supervisor.job_state_class
+        self.n_elems, self.nbytes, self.run_ahead = self.layout.n_slots, transport.nbytes, supervisor.run_ahead
+        self.version_before, self.meter = 0, Meter()
 
     @property
     def policy_version(self) -> int:
         """The number of updates so far."""
-        return self.version_before + self.outbox.version
+        return self.version_before + self._outbox.version
+
+    @property
+    def infos(self) -> dict[str, DictTensor]:
+        """`agent_info` and `env_info` in force; empty before the first reset."""
+        return self._transport.infos
+
+    @property
+    def statistics(self) -> dict[str, Moments]:
+        """The moments that environments normalise by, by name."""
+        return self._supervisor.statistics
+
+    @property
+    def episodes(self) -> EpisodeTracker:
+        """The episodes that ended in rollouts that were handed out."""
+        return self._transport.episodes
 
     def is_halfway(self) -> bool:
         """Whether an interrupt may have come after only some workers were asked."""
-        return self.supervisor.is_halfway
+        return self._supervisor.is_halfway
+
+    def settle(self) -> None:
+        """Waits until no request is under way: no rollout, and nothing that was interrupted."""
+        self._supervisor.settle()
 
     def reset(self, infos: Mapping[str, DictTensor]) -> None:
         """Starts an episode in every environment; `infos` are `agent_info` and `env_info`."""
-        self.transport.set_infos(infos)
-        self.supervisor.reset()
-        self._drop_fed()
+        self._transport.set_infos(infos)
+        self._supervisor.reset()
+        self._feeding.drop()
         self._begin_episodes(range(self.pool.n_workers))
+
+    def replace_gone(self) -> None:
+        """Replaces workers that are gone, if workers are replaced at all."""
+        self._supervisor.replace_gone()
 
     def begin_rollouts(self, agent_info: DictTensor | None) -> None:
         """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
         if agent_info is not None:
-            self.transport.set_agent_info(agent_info)
-        self._waiting_from = None
-        if self._fed is not None:
-            self._fed.begin_rollouts()
-        with self.meter.wait():  # with no processes the rollouts run here
-            self.supervisor.begin_rollouts(self.transport.write_agent_info)
+            self._transport.set_agent_info(agent_info)
+        self._feeding.hide()
+        # With no processes the rollouts run here.
+        self.meter.time(self._supervisor.order, self._transport.write_agent_info)
         self.begin_successors()
 
     def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
         """The number of workers that `get` waits for; None for all. Raises if an argument of `get` is wrong."""
         if at_least is None and preempt is None:
             return None
-        n_running = self.transport.n_running_workers()
-        return count_awaited(at_least, preempt, self.supervisor.noun, self.pool.n_workers, n_running)
+        return self._supervisor.count_awaited(at_least, preempt)
 
-    def is_ready(self, n: int | None, cuts: bool) -> bool:
+    def check_out(self, out: Trajectories, n_rows: int | None = None) -> None:
+        """Raises unless a rollout of so many rows fits into `out`; None for as many as the next one may have."""
+        self._transport.check_out(out, n_rows)
+
+    def is_ready(self, n: int | None = None, cuts: bool = False) -> bool:
         """Whether `collect` would return at once; with `cuts`, late workers are told to end once `n` are done."""
-        if not self.supervisor.is_ready(n):
-            return False
-        if cuts:
-            self.supervisor.cut_late(self.transport.cut)
-        return not cuts or self.supervisor.is_ready()
+        return self._supervisor.is_ready(n, self._transport.cut if cuts else None)
 
     def collect(self, n: int | None = None, cuts: bool = False) -> tuple[dict[int, RolloutOrder], Batch]:
         """Waits for the oldest rollouts; returns their orders, by worker, and what they have written.
@@ -173,9 +136,8 @@ class Engine:
             n: the number of workers to wait for; None for all.
             cuts: whether the other workers then end their rollouts early, and are waited for too.
         """
-        with self.meter.wait():
-            orders = self.supervisor.collect(n, self.transport.cut if cuts else None)
-        return orders, self.transport.make_batch(orders, self.version_before, self.policy_version)
+        orders = self.meter.time(self._supervisor.wait, n, self._transport.cut if cuts else None)
+        return orders, self._transport.make_batch(orders, self.version_before, self.policy_version)
 
     def end_rollouts(
         self, orders: Mapping[int, RolloutOrder], batch: Batch, trajectories: Trajectories | None = None
@@ -186,236 +148,308 @@ class Engine:
             orders, batch: what `collect` returned.
             trajectories: the rollouts, whose steps and episodes are counted; None to count none.
         """
-        if self._fed is not None:  # first, because a memory may refuse them
-            self._fed.end_rollouts(orders, batch)
+        if self._feeding.fed is not None:  # first, because a memory may refuse them
+            self._feeding.fed.show(orders, batch)
         if trajectories is not None:
-            self.meter.add(trajectories.lengths, trajectories.info["policy_version"], self.policy_version)
-        self.transport.end_rollouts(orders, trajectories)
-        self.supervisor.end_rollouts(orders)
-        if self.supervisor.has_successors:
+            self.meter.add(trajectories, self.policy_version)
+            self._transport.add_episodes(orders, trajectories)
+        if self._supervisor.hand_out(orders):
             self.begin_successors()
-        return self.transport.n_running()
+        return self._transport.n_running()
 
-    def update(self, packed: Any) -> None:
-        """Sends every agent an update that the outbox has packed."""
-        self.supervisor.update(packed, partial(self.outbox.record_sent, packed))
+    def pack(self, info: Any) -> Any:
+        """Puts an update where workers can read it; returns what `update` takes."""
+        return self._outbox.pack(info)
+
+    def update(self, packed: Any) -> list[Future]:
+        """Sends every agent an update that was packed; returns the requests."""
+        requests = self._supervisor.update(packed, partial(self._outbox.record_sent, packed))
         self.begin_successors()
+        return requests
 
-    def feed(self, fed: Fed | None) -> None:
-        """Has the steps of later rollouts written to a memory, or to none."""
-        self._feed_workers(fed)
-        self.write_waiting()
+    def feed(self, memory: Any, names: Mapping[str, str] | None, life: Lifecycle) -> None:
+        """Has the steps of later rollouts written to a memory, or to none; see `Feeding.prepare`."""
+        fed = self._feeding.prepare(memory, names, life)
+        with life.note_failures("feed", self.is_halfway):
+            self._feeding.feed(fed, self.version_before)
+            self.write_waiting()
 
     def write_waiting(self) -> None:
         """Writes rollouts of a loaded state, which wait to be handed out, to the memory that is fed."""
-        if self._fed is not None and self._waiting_from is not None:
-            self._fed.resume(self._waiting_from, self.version_before)
-            self._waiting_from = None
+        self._feeding.write_waiting(self.version_before)
 
-    def _feed_workers(self, fed: Fed | None) -> None:
-        first_numbers = [record.n_ordered for record in self.supervisor.records]
-        feed = None if fed is None else fed.feed
-        if feed is not None or (self._fed is not None and self._fed.feed is not None):
-            self.supervisor.feed(
-                pack(
-                    feed and dataclasses.replace(feed, first_numbers=first_numbers, version_before=self.version_before)
-                )
-            )
-        self._drop_fed()
-        self._fed = fed
-        if fed is not None:
-            fed.first_numbers = first_numbers
+    def play(self, plan: EpisodePlan, seeds: Sequence[int], agent_info: DictTensor | None) -> Any:
+        """Plays an evaluation's episodes; returns them, or what an agent or environment raised."""
+        infos = self.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
+        found = play(self._supervisor, self._transport.blocks, plan, seeds, plan.max_steps, infos)
+        self.begin_successors()
+        return found
 
-    def _drop_fed(self) -> None:
-        """Takes back what workers have written of rollouts that will not be handed out with the memory."""
-        if self._fed is not None:
-            self._fed.drop()
-
-    def _note_restart(self, workers: Collection[int]) -> None:
-        if self._fed is not None:
-            self._fed.restart(workers)
+    def get_states(self) -> list[dict[str, Any]]:
+        """By worker, what `renew` needs."""
+        return self._supervisor.get_states()
 
     def renew(self, states: Sequence[dict[str, Any]]) -> None:
-        """Has workers make new environments with the next seeds of their streams.
-
-        Args:
-            states: by worker, what `Supervisor.get_states` returned.
-        """
+        """Has workers make new environments with the next seeds of their streams; see `get_states`."""
         settings = self.settings
         for worker, state in enumerate(states):
             settings = settings.with_new_streams(worker, state["stream"] + 1)
-        self.supervisor.renew(list(states), settings.seeds, settings.agent_seeds)
+        self._supervisor.renew(list(states), settings.seeds, settings.agent_seeds)
 
     def load(self, state: Mapping[str, Any], statistics: dict[str, Moments]) -> None:
-        """Continues from what `RL_Batcher.state_dict` returned, with new environments."""
+        """Continues from what `RL_Batcher.state_dict` returned, with new environments; `write_waiting` follows."""
         self.renew(state["workers"])
         self._begin_episodes(range(self.pool.n_workers))
-        self.supervisor.set_statistics(statistics)
-        self.transport.episodes.put(state["episodes"], state["dropped_episodes"])
+        self._supervisor.set_statistics(statistics)
+        self.episodes.put(state["episodes"], state["dropped_episodes"])
         self.meter.n_steps = state.get("steps", 0)
-        self.resume(self.meter, state["weights_version"] - self.outbox.version)
-
-    def resume(self, meter: Meter, version_before: int, fed_from: Sequence[int] | None = None) -> None:
-        """Goes on to count from a state; `write_waiting` is to follow, once the memory that is fed has its own.
-
-        Args:
-            meter: counts what is handed out.
-            version_before: the number of updates that the outbox leaves out.
-            fed_from: by worker, the number of its first rollout that a memory gets; None for none of those that wait.
-        """
-        self.meter, self.version_before, self._waiting_from = meter, version_before, fed_from
-        self._feed_workers(self._fed)
+        self.version_before = state["weights_version"] - self._outbox.version
+        self._feeding.resume(None, self.version_before)
 
     @property
-    def fed_from(self) -> Sequence[int] | None:
-        """By worker, the number of its first rollout that the memory gets; None if none is fed."""
-        return None if self._fed is None else self._fed.first_numbers
+    def exact_settings(self) -> dict[str, Any]:
+        """The settings that must be the same in an engine that loads an exact state."""
+        supervisor = self._supervisor
+        settings = {"n_timesteps": self.layout.n_timesteps, "run_ahead": supervisor.run_ahead}
+        return {**settings, f"{supervisor.noun}s": supervisor.record_sizes}
+
+    def take_exact(self, best: bool) -> EngineState | Exception:
+        """Takes the exact state, after the rollouts under way; the engine goes on as if nothing had happened.
+
+        Args:
+            best: whether new episodes begin where environments cannot be brought back.
+
+        Returns:
+            The state; or what a job raised because it has none, and then the engine can go on.
+
+        Raises:
+            Exception: a worker is gone or late, or a rollout has failed.
+        """
+        jobs = self._supervisor.take_states(best)
+        if isinstance(jobs, Exception):
+            return jobs
+        self.begin_successors()
+        records, transport = self._supervisor.records.take_exact(jobs), self._transport.take_exact()
+        known = records, self.statistics, transport, self.meter, self.policy_version, self.version_before
+        update = self._outbox.read_last() or jobs[0].last_update
+        return EngineState(TrainerState(*known, update, self._feeding.first_numbers), jobs)
+
+    def load_exact(self, state: EngineState) -> None:
+        """Continues from what `take_exact` returned: the last update, the jobs, then what this process knows.
+
+        Rollouts under way are finished, and dropped; `write_waiting` follows.
+        """
+        supervisor, trainer = self._supervisor, state.trainer
+        supervisor.finish_rollouts()
+        supervisor.records.clear_orders()
+        if trainer.update is not None:  # successors get it, too
+            packed = self.pack(trainer.update)
+            self.pool.settle(supervisor.update(packed, partial(self._outbox.record_sent, packed)))
+        if trainer.transport.infos:
+            self._transport.set_infos(trainer.transport.infos)
+        seeds = [self.settings.seed_of(worker, record["stream"]) for worker, record in enumerate(trainer.records)]
+        supervisor.load_states(state.jobs, seeds, trainer.update is not None)
+        self.version_before = trainer.version - self._outbox.version
+        supervisor.records.load_exact(trainer.records, self.version_before - trainer.version_before)
+        supervisor.set_statistics(trainer.statistics)
+        self._transport.load_exact(trainer.transport)
+        self.meter = trainer.meter
+        self._feeding.resume(trainer.fed_from, self.version_before)
+        self.begin_successors()
 
     def stats(self) -> dict[str, Any]:
         """Returns the result of `RL_Batcher.stats`."""
-        workers = self.supervisor.stats()
+        workers = self._supervisor.stats()
         return {
             "workers": workers,
-            "restarts": self.supervisor.n_restarts,
+            "restarts": self._supervisor.n_restarts,
             "lost_rollouts": sum(worker["lost_rollouts"] for worker in workers),
             "env_restarts": [n for worker in workers for n in worker["env_restarts"]],
-            "dropped_episodes": self.transport.episodes.n_dropped,
-            "arena_bytes": self.transport.nbytes,
+            "dropped_episodes": self.episodes.n_dropped,
+            "arena_bytes": self.nbytes,
             "seeds": seeds_argument(self.settings.seeds),
         }
 
-    @property
-    def n_steps(self) -> int:
-        """The number of steps handed out, of all environments together."""
-        return self.meter.n_steps
-
     def metrics(self) -> dict[str, float]:
         """Returns the result of `RL_Batcher.metrics`."""
-        restarts = [n for worker in self.supervisor.stats() for n in worker["env_restarts"]]
+        restarts = [n for worker in self._supervisor.stats() for n in worker["env_restarts"]]
         return {
-            **self.transport.episodes.take_means(),
+            **self.episodes.take_means(),
             **self.meter.take(),
-            "rollout/restarts": float(self.supervisor.n_restarts),
-            "rollout/env_restarts": float(sum(restarts)),
-            **{f"rollout/env_restarts/{env}": float(n) for env, n in enumerate(restarts) if n},
+            **name_restarts(self._supervisor.n_restarts, restarts),
         }
 
     def close(self) -> None:
         """Ends every worker; raises what one of them raised as it was closed."""
-        self.transport.cut_all()  # nobody will ask for the rollouts that are under way
+        self._transport.cut_all()  # nobody will ask for the rollouts that are under way
         try:
-            self.supervisor.close()
+            self._supervisor.close()
         finally:
-            self._drop_fed()
+            self._feeding.drop()
 
     def free(self) -> None:
         """Releases the memory."""
-        self.transport.close()
-        self._fed = None
+        self._transport.close()
+        self._feeding.forget()
         for arena in self.arenas:
             arena.close()
 
     def begin_successors(self) -> None:
         """Begins new episodes in successors of workers whose rollouts are all handed out."""
         with defer_interrupt():  # the supervisor names each of them once
-            self._begin_episodes(self.supervisor.take_successors())
+            self._begin_episodes(self._supervisor.records.take_successors())
 
     def _begin_episodes(self, workers: Collection[int]) -> None:
         """Prepares for new episodes in the next rollouts of these workers."""
-        if replaced := self.supervisor.take_replaced():
-            self.outbox.forget(replaced)
-        if workers:
-            self.transport.begin_episodes(workers)
-            self._on_new_episodes(workers)
+        if replaced := self._supervisor.take_replaced():
+            self._outbox.forget(replaced)
+        self._transport.begin_episodes(workers)
 
 
-def start_engine(
-    settings: JobSettings,
-    run: RunSettings,
-    debug: bool,
-    on_new_episodes: Callable[[Collection[int]], None] = lambda workers: None,
-) -> Engine:
-    """Starts an engine whose workers are processes of this machine, or, with no processes, one job in this one.
+class Delivery:
+    """Hands rollouts out, by `RL_Batcher.get`, `wait` and `lease`.
 
-    Raises:
-        Exception: what the constructor of `RL_Batcher` raises.
+    Args:
+        engine: runs the rollouts.
+        life: the lifecycle of the batcher.
+        device: the device that trajectories are copied to.
     """
-    arenas = SharedArena(), SharedArena()
-    slots_arena, weights_arena = arenas
-    pool = start_pool(settings, run, arenas)
-    try:
-        supervisor = Supervisor(pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
-        layout, blocks, n_envs, hint = find_contents(supervisor, settings, run.n_timesteps)
-        slot_buffers = SlotBuffers(layout, run.run_ahead + 1, len(blocks))
-        slots_arena.resize(slot_buffers.reserved_nbytes, expected=slot_buffers.nbytes)
-        transport = SlotTransport(slot_buffers, slots_arena.map(), blocks, debug)
-        supervisor.attach(slot_buffers)
-        own = run.n_processes == 0
-        outbox = weights.LocalOutbox() if own else weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
-        engine = Engine(settings, supervisor, transport, outbox, n_envs, arenas, on_new_episodes)
-        engine.hint = hint
-        return engine
-    except BaseException:
-        with contextlib.suppress(Exception):
-            pool.close()
-        raise
 
+    def __init__(self, engine: Engine, life: Lifecycle, device: torch.device) -> None:
+        self._engine, self._life, self._device = engine, life, device
+        self._equal_actions = EqualActions(engine.n_envs, engine.n_elems // engine.n_envs)
+        # What an interrupted `get` was about to return; the next one returns it.
+        self._kept: tuple[Trajectories, int] | None = None
+        self._out: Trajectories | None = None  # the `out` that it lies in
+        # The lease that is not released, its batch, and how many environments run.
+        self._leased: tuple[weakref.ref[Any], Batch, int] | None = None
 
-def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: int) -> Contents:
-    """Asks workers what rollouts hold, and sets the supervisor's statistics.
+    def get(
+        self, blocking: bool, out: Trajectories | None, at_least: int | None, preempt: float | None
+    ) -> tuple[Trajectories, int] | tuple[None, None]:
+        """Copies the oldest rollouts; the arguments are those of `RL_Batcher.get`."""
+        self._life.check("get", Phase.RUNNING)
+        if self._kept is not None:
+            return self._finish(self._move_kept(*self._kept, out), self._kept[1])
+        if out is not None:
+            self._engine.check_out(out)
+        found = self._collect(blocking, at_least, preempt, lambda batch: batch.read(out))
+        if found is None:
+            return None, None
+        orders, batch, trajectories = found
+        self._equal_actions.add(trajectories)
+        with defer_interrupt():  # or the next `get` would hand out the same rollout
+            n_running = self._engine.end_rollouts(orders, batch, trajectories)
+            batch.release()
+            self._kept, self._out = (trajectories, n_running), out
+        return self._finish(trajectories, n_running)
 
-    Raises:
-        SpecError: workers differ.
-    """
-    found = supervisor.describe_jobs()
-    n_envs, specs = found[0]
-    assert specs is not None
-    noun, sizes = supervisor.noun, supervisor.record_sizes
-    for index, own in enumerate(found):
-        if own.n_envs != n_envs:
-            raise SpecError(f"create_env: {noun} {index} has {own.n_envs} environments, {noun} 0 has {n_envs}")
-    for index, own in enumerate(found):
-        if own.specs is not None:  # each node finds its own
-            own.specs.check_like(specs, f"{noun} {index}")
-    supervisor.set_statistics(specs.statistics)
-    info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
-    for name, example in (("agent_info", settings.agent_info), ("env_info", settings.env_info)):
-        info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
-    ends = itertools.accumulate(size * n_envs for size in sizes)
-    blocks = [range(end - size * n_envs, end) for size, end in zip(sizes, ends, strict=True)]
-    n_elems = n_envs * sum(sizes)
-    return Contents(Layout(n_elems, n_timesteps, specs.observation, specs.action, info), blocks, n_envs, specs.hint)
+    def _collect(
+        self, blocking: bool, at_least: int | None, preempt: float | None, read: Callable[[Batch], Trajectories]
+    ) -> tuple[dict[int, RolloutOrder], Batch, Trajectories] | None:
+        """Waits for the oldest rollouts, as `get` does, and reads them; None if they are not there, and may not be."""
+        n, cuts = self._engine.count_awaited(at_least, preempt), preempt is not None
+        with self._life.note_failures():
+            if not blocking and not self._engine.is_ready(n, cuts):
+                return None
+            orders, batch = self._engine.collect(n, cuts)
+            return orders, batch, read(batch)
 
+    def _move_kept(self, trajectories: Trajectories, n_running: int, out: Trajectories | None) -> Trajectories:
+        """Copies what an interrupted `get` was about to return to where the next one wants it."""
+        if out is self._out:
+            return trajectories
+        if out is None:
+            trajectories = trajectories.clone()
+        else:
+            self._engine.check_out(out, trajectories.n_elems())
+            trajectories = arguments.copy(trajectories, out)
+        with defer_interrupt():
+            self._kept, self._out = (trajectories, n_running), out
+        return trajectories
 
-# The modules that the fork server imports before it forks workers.
-PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_env")
+    def wait(self, blocking: bool, at_least: int | None, preempt: float | None) -> tuple[int, int] | tuple[None, None]:
+        """Ends the oldest rollouts without reading their rows; the arguments are those of `RL_Batcher.wait`."""
+        self._life.check("wait", Phase.RUNNING)
+        if self._kept is not None:  # of an interrupted `get`
+            trajectories, n_running = self._finish(*self._kept)
+            return int(trajectories.lengths.sum()), n_running
+        found = self._collect(blocking, at_least, preempt, lambda batch: batch.lend_episodes())
+        if found is None:
+            return None, None
+        orders, batch, trajectories = found
+        if not self._equal_actions.is_over:
+            self._equal_actions.add(batch.lend())
+        with defer_interrupt():
+            n_running = self._engine.end_rollouts(orders, batch, trajectories)
+            batch.release()
+            self._set_phase_after(n_running)
+        return int(trajectories.lengths.sum()), n_running
 
+    def _finish(self, trajectories: Trajectories, n_running: int) -> tuple[Trajectories, int]:
+        """Moves the trajectories to the device, and ends the phase of this rollout."""
+        found, out = trajectories if self._device.type == "cpu" else trajectories.to(self._device), self._out
+        try:
+            with defer_interrupt():
+                self._kept = self._out = None
+                self._set_phase_after(n_running)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt that was put off: the caller has not got them
+                self._kept, self._out, self._life.phase = (trajectories, n_running), out, Phase.RUNNING
+            raise
+        return found, n_running
 
-def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
-    """Starts workers and builds their jobs; with no processes, builds one job in this one.
+    def _set_phase_after(self, n_running: int) -> None:
+        self._life.phase = Phase.READY if n_running else Phase.ENDED
 
-    Raises:
-        TypeError: an object of the user cannot be sent to a worker; the message names it.
-        WorkerError: a worker could not start.
-        Exception: what building a job raised.
-    """
-    try:
-        if run.n_processes == 0:
-            factory = JobFactory(settings.with_copied_arguments())
-            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
-        return WorkerPool(
-            run.n_processes,
-            JobFactory(settings),
-            shared=shared,
-            start_method=run.start_method,
-            timeout=run.timeout,
-            preload=PRELOAD,
-            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
-            init_worker=run.init_worker,
-            name="rlstructs-worker",
-        )
-    except Exception as error:
-        objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
-        if why := explain_pickle_error(objects):
-            raise TypeError(why) from error
-        raise
+    def lease(self, make: Callable[[Batch, Trajectories, int, GiveBack], L]) -> L:
+        """Lends the oldest rollouts.
+
+        Args:
+            make: makes the lease from a batch, its trajectories, the number of environments that still run, and the
+                function that gives the batch back.
+        """
+        self._life.check("lease", Phase.RUNNING)
+        self.check_handed_out("lease")
+        with self._life.note_failures():
+            orders, batch = self._engine.collect()
+            trajectories = batch.lend()
+        self._equal_actions.add(trajectories)
+        with defer_interrupt():  # until the lease can be released, by its holder or by `drop_lease`
+            n_running = self._engine.end_rollouts(orders, batch, trajectories)
+            lease = make(batch, trajectories, n_running, lambda: self._take_back(batch, n_running))
+            self._leased, self._life.phase = (weakref.ref(lease), batch, n_running), Phase.LEASED
+        return lease
+
+    def drop_lease(self) -> None:
+        """Ends a lease that no longer exists, and that nobody can release any more."""
+        if self._life.phase is Phase.LEASED and self._life.is_ours and self._leased is not None:
+            forget_last_interrupt()  # its traceback may hold the lease
+            if self._leased is not None and self._leased[0]() is None:
+                self._take_back(*self._leased[1:])
+
+    def _take_back(self, batch: Batch, n_running: int) -> None:
+        """Ends a lease, unless the batcher was closed, or has failed, meanwhile."""
+        if self._life.is_ours and self._life.phase is Phase.LEASED:
+            batch.release()
+            self._leased = None
+            self._set_phase_after(n_running)
+
+    def check_handed_out(self, call: str) -> None:
+        """Raises StateError if an interrupted `get` has left a rollout to the next one."""
+        if self._kept is not None:
+            raise StateError(f"{call}: an interrupted get has copied the rollout: get it")
+
+    def find_phase(self) -> Phase:
+        """The phase after the release of what is leased; otherwise the present one."""
+        if self._life.phase is not Phase.LEASED or self._leased is None:
+            return self._life.phase
+        return Phase.READY if self._leased[2] else Phase.ENDED
+
+    def forget(self) -> None:
+        """Drops what an interrupted `get` was about to return."""
+        self._kept = self._out = None
+
+    def close(self) -> None:
+        """Drops what is leased."""
+        self._leased = None

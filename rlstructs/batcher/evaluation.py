@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlstructs.batcher.arguments import seeds_of, warn_of_overlap
-from rlstructs.batcher.engine import Engine
-from rlstructs.batcher.lifecycle import Lifecycle
-from rlstructs.batcher.supervisor import MAX_ATTEMPTS
+from rlstructs.batcher.supervisor import MAX_ATTEMPTS, Supervisor
+from rlstructs.checks import warn_caller
 from rlstructs.errors import SpecError
 from rlstructs.rollout.evaluation import Standing, quotas
+from rlstructs.shared.layout import Layout
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.errors import is_gone
 
@@ -25,44 +23,17 @@ MOST_QUIET = 1_000_000
 N_NAMED = 8
 
 
-def evaluate(
-    engine: Engine,
-    life: Lifecycle,
-    n_episodes: int,
-    seed: int | Sequence[int],
-    agent_info: DictTensor | None,
-    max_steps: int | None,
-) -> DictTensor:
-    """Plays the episodes of `RL_Batcher.evaluate`, whose arguments were checked."""
-    _check_keys(engine)
-    seeds = seeds_of(seed, len(engine.settings.seeds), "seed")
-    warn_of_overlap(seeds, engine.n_envs)
-    infos = engine.transport.infos | ({} if agent_info is None else {"agent_info": agent_info.clone()})
-    plan = EpisodePlan(n_episodes, engine.n_elems, engine.transport.layout.n_timesteps, max_steps)
-    with life.note_failures("evaluate", engine.is_halfway):
-        found = _play(engine, plan, seeds, infos)
-        engine.begin_successors()
-    if isinstance(found, Exception):
-        raise found
-    episodes = DictTensor.from_numpy(plan.take_wanted(found))
-    if episodes.n_elems() < n_episodes:
-        warnings.warn(plan.describe_missing(episodes["env_index"].numpy()), stacklevel=3)
-    return episodes
-
-
-def _check_keys(engine: Engine) -> None:
-    """Raises SpecError unless environments say how long and how good their episodes are."""
-    for key in ("reward", "done"):
-        spec = engine.transport.layout.observation.get(key)
-        if spec is None or spec[0] != ():
-            raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
-
-
-def _play(
-    engine: Engine, plan: EpisodePlan, seeds: Sequence[int], infos: dict[str, DictTensor]
+def play(
+    supervisor: Supervisor, blocks: Sequence[range], plan: EpisodePlan, *arguments: Any
 ) -> dict[str, np.ndarray] | Exception:
-    """Plays episodes in environments of their own; returns all that ended, or what an agent or environment raised."""
-    rounds = Rounds(engine, seeds, plan.max_steps, infos)
+    """Plays episodes in environments of their own; returns all that ended, or what an agent or environment raised.
+
+    Args:
+        supervisor, blocks: see `Rounds`.
+        plan: how many episodes each environment plays.
+        arguments: see `Rounds`.
+    """
+    rounds = Rounds(supervisor, blocks, *arguments)
     try:
         while plan.revise(rounds.standing):
             if (error := rounds.play(plan.wanted)) is not None:
@@ -70,7 +41,7 @@ def _play(
         return rounds.end()
     except BaseException as error:
         if not isinstance(error, Exception):  # an interrupt: the evaluation ends after what is under way
-            engine.supervisor.ask_without_waiting("end_evaluation")
+            supervisor.ask_without_waiting("end_evaluation")
         raise
 
 
@@ -82,16 +53,23 @@ class EpisodePlan:
 
     Args:
         n_episodes: in all.
-        n_envs: N.
-        n_timesteps: T, of a round.
+        layout: of rollouts, each of which is a round.
         max_steps: the most timesteps; None for no end.
 
     Attributes:
         wanted: int64 (N,), how many episodes each environment has to play.
+
+    Raises:
+        SpecError: environments do not say how long and how good their episodes are.
     """
 
-    def __init__(self, n_episodes: int, n_envs: int, n_timesteps: int, max_steps: int | None) -> None:
-        self._n_episodes, self._n_timesteps, self.max_steps = n_episodes, n_timesteps, max_steps
+    def __init__(self, n_episodes: int, layout: Layout, max_steps: int | None) -> None:
+        for key in ("reward", "done"):
+            spec = layout.observation.get(key)
+            if spec is None or spec[0] != ():
+                raise SpecError(f"evaluate: the environment gives no {key!r} of shape (B, T)")
+        n_envs = layout.n_slots
+        self._n_episodes, self._n_timesteps, self.max_steps = n_episodes, layout.n_timesteps, max_steps
         self.wanted = quotas(n_episodes, n_envs)
         self._is_out = np.zeros(n_envs, bool)  # those whose episodes were given to others
         self._n_played, self._n_quiet = 0, 0
@@ -122,11 +100,14 @@ class EpisodePlan:
             self.wanted[np.argmin(np.where(able, self.wanted, np.iinfo(np.int64).max))] += 1
         return True
 
-    def take_wanted(self, episodes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes the wanted ones of all episodes that ended, which are sorted by environment."""
-        rows = episodes["env_index"]
+    def take(self, found: dict[str, np.ndarray]) -> DictTensor:
+        """Takes the wanted ones of all episodes that ended, sorted by environment; warns of those that are missing."""
+        rows = found["env_index"]
         is_wanted = np.arange(rows.size) - np.searchsorted(rows, rows) < self.wanted[rows]
-        return {name: column[is_wanted] for name, column in episodes.items()}
+        episodes = DictTensor.from_numpy({name: column[is_wanted] for name, column in found.items()})
+        if episodes.n_elems() < self._n_episodes:
+            warn_caller(self.describe_missing(rows[is_wanted]))
+        return episodes
 
     def describe_missing(self, env_index: np.ndarray) -> str:
         """Describes which episodes are missing; `env_index` are the environments of those that were played."""
@@ -148,7 +129,8 @@ class Rounds:
     A successor begins its worker's episodes anew, unless the worker has failed so often that it always would.
 
     Args:
-        engine: its workers, or nodes, play the episodes.
+        supervisor: of the workers, or nodes, that play the episodes.
+        blocks: for each of them, the global indexes of its environments.
         arguments: of `RolloutJob.begin_evaluation`, without the statistics.
 
     Attributes:
@@ -158,13 +140,14 @@ class Rounds:
         WorkerError: a worker is gone or late; in `play` and `end` too.
     """
 
-    def __init__(self, engine: Engine, *arguments: Any) -> None:
-        self._supervisor, self._arguments, self._blocks = engine.supervisor, arguments, engine.transport.blocks
+    def __init__(self, supervisor: Supervisor, blocks: Sequence[range], *arguments: Any) -> None:
+        self._supervisor, self._arguments, self._blocks = supervisor, arguments, blocks
         self._supervisor.finish_rollouts()
-        self.standing = Standing(*(np.zeros(engine.n_elems, np.int64) for _ in Standing._fields))
+        n_elems = blocks[-1].stop
+        self.standing = Standing(*(np.zeros(n_elems, np.int64) for _ in Standing._fields))
         everyone = range(len(self._blocks))
         self._new = list(everyone)
-        self._wanted = np.zeros(engine.n_elems, np.int64)
+        self._wanted = np.zeros(n_elems, np.int64)
         self._n_rounds, self._n_deaths = dict.fromkeys(everyone, 0), dict.fromkeys(everyone, 0)
         self._first: dict[int, BaseException] = {}
 

@@ -1,22 +1,33 @@
-"""A memory that is fed: what is done for it whenever rollouts are ordered, handed out, lost or dropped."""
+"""Feeds a memory as rollouts are ordered, handed out, lost or dropped; workers write to it where they can."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
+from rlstructs.batcher.lifecycle import Lifecycle
 from rlstructs.batcher.supervisor import Supervisor
-from rlstructs.batcher.transport import Batch, SlotTransport
+from rlstructs.batcher.transport import ROW_INFO, Batch, SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
-from rlstructs.errors import StateError
+from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.intake.trajectories import POLICY_VERSION
 from rlstructs.replay.rows.lanes import HEAD, RESERVED
 from rlstructs.replay.rows.store import Storage
-from rlstructs.rollout.feeding import Feed
+from rlstructs.rollout.feeding import FedMemory, Feed
+from rlstructs.shared.layout import Layout
+from rlstructs.shared.reading import specs_of_steps
+from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers import SharedArena
+from rlstructs.workers.arena import pack
 
 
 class Fed(Protocol):
@@ -30,10 +41,10 @@ class Fed(Protocol):
     feed: Feed | None
     first_numbers: Sequence[int]
 
-    def begin_rollouts(self) -> None:
+    def hide(self) -> None:
         """Called before rollouts are ordered."""
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+    def show(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Called when rollouts are about to be handed out, by worker; what it raises leaves them as they are."""
 
     def restart(self, workers: Collection[int]) -> None:
@@ -69,12 +80,8 @@ class FedByWorkers:
     ) -> None:
         self.feed: Feed | None = feed
         self.first_numbers: Sequence[int] = ()
-        self._storage, self._has_one_lane, self._supervisor, self._transport = (
-            storage,
-            has_one_lane,
-            supervisor,
-            transport,
-        )
+        self._storage, self._has_one_lane = storage, has_one_lane
+        self._supervisor, self._transport = supervisor, transport
         # The counters by which this process reads while rollouts are under way.
         self._shown = storage.counters.shared.copy()
         # Below these steps rows may have been overwritten by rollouts that were lost.
@@ -87,14 +94,14 @@ class FedByWorkers:
         """Whether rollouts are under way that the memory does not show."""
         return self._storage.counters.shown is self._shown
 
-    def begin_rollouts(self) -> None:
+    def hide(self) -> None:
         """Hides what workers will write until it is handed out."""
         if not self._is_ahead:
             with self._storage.lock:  # after another thread has saved the memory
                 self._hide(self._storage.counters.shared)
         self._reserve(dict.fromkeys(range(len(self._transport.blocks)), self._supervisor.run_ahead + 1))
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+    def show(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Shows the rows of rollouts that are handed out."""
         if not self._is_ahead:  # they were ordered before `feed`
             return
@@ -116,7 +123,7 @@ class FedByWorkers:
             done = [self._count_rows(worker, order) for order in records[worker].orders if order.is_done]
             shared[HEAD][lanes] = self._shown[HEAD][lanes] + sum(done)
             self._lost[lanes] = shared[RESERVED][lanes]
-        # Theirs alone: where `reset` drops rollouts, the records of the others say no longer what those overwrite.
+        # Only for these workers: after a `reset` the other records are empty.
         self._reserve({worker: len(records[worker].orders) for worker in workers})
 
     def drop(self) -> None:
@@ -185,10 +192,10 @@ class FedHere:
     ) -> None:
         self._add, self._names, self._take = add, names, take
 
-    def begin_rollouts(self) -> None:
+    def hide(self) -> None:
         """Does nothing."""
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
+    def show(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
         """Adds the rollouts."""
         self._add(self._take(batch), self._names)
 
@@ -233,3 +240,165 @@ def _only_in_this_thread(settle: Callable[[], None]) -> Callable[[], None]:
         settle()
 
     return call
+
+
+class Feeding:
+    """Owns the memory that a batcher feeds, and which rollouts are written to it.
+
+    Args:
+        supervisor, transport: of the rollouts.
+
+    Attributes:
+        fed: the memory; None for none. Keeping it keeps its shared memory open, which successors of workers open too.
+    """
+
+    def __init__(self, supervisor: Supervisor, transport: Transport) -> None:
+        self._supervisor, self._transport = supervisor, transport
+        self.fed: Fed | None = None
+        # After a load, until `feed`: each worker's first rollout for the memory.
+        self._waiting_from: Sequence[int] | None = None
+        supervisor.on_restart = call_weakly(self._restart)
+
+    @property
+    def first_numbers(self) -> Sequence[int] | None:
+        """By worker, the number of its first rollout that the memory gets; None if none is fed."""
+        return None if self.fed is None else self.fed.first_numbers
+
+    def prepare(self, memory: Any, names: Mapping[str, str] | None, life: Lifecycle) -> Fed | None:
+        """Prepares a memory, so that workers can write to it where that is possible; None feeds no memory.
+
+        Args:
+            memory, names: see `RL_Batcher.feed`.
+            life: the lifecycle of the batcher.
+
+        Raises:
+            TypeError, StateError, SpecError, OutOfMemoryError: the memory cannot be fed; none of its rows has changed.
+        """
+        if memory is None:
+            _stop_feeding(life)
+            return None
+        if not hasattr(memory, "make_feed"):
+            raise TypeError(
+                f"feed: needs a memory of rlstructs.memories or rlstructs.replay, got {type(memory).__name__}"
+            )
+        own: FedMemory = memory.make_feed()
+        key = memory if own.storage is None else own.storage
+        owner = _owners.get(key, lambda: None)()
+        if owner is not None and owner is not life and not owner.is_closed:
+            raise StateError("feed: another batcher feeds this memory: close it first, or call its feed(None)")
+        example = _make_example(self._transport.layout)
+        names = own.choose_names([*example.trajectories, POLICY_VERSION]) if names is None else dict(names)
+        if not names:
+            raise SpecError("feed: names is empty; expected names of columns and the keys that they get")
+        fed = self._prepare_workers(own, example, names, life)
+        if fed is None:
+            is_here = isinstance(self._transport, SlotTransport)
+            fed = FedHere(memory.add_trajectories, names, Batch.lend if is_here else Batch.read)
+        _stop_feeding(life)
+        _owners[key] = weakref.ref(life)
+        return fed
+
+    def _prepare_workers(
+        self, own: FedMemory, example: Trajectories, names: Mapping[str, str], life: Lifecycle
+    ) -> Fed | None:
+        """Prepares a memory for workers; returns None if only this process can write to it."""
+        transport, storage, n_workers = self._transport, own.storage, self._supervisor.pool.n_workers
+        if storage is None:
+            return None
+        n_slots, columns, has_one_lane = transport.layout.n_slots, storage.columns, own.takes_any_environment
+        if columns.n_lanes < n_slots and not has_one_lane:
+            raise SpecError(
+                f"feed: the memory has {columns.n_lanes} lanes, expected {n_slots}, one for each environment"
+            )
+        if own.is_for_one_process or not isinstance(transport, SlotTransport) or (has_one_lane and n_workers > 1):
+            return None
+        n_timesteps = transport.layout.n_timesteps * (n_slots if has_one_lane else 1)
+        if n_timesteps > columns.capacity:
+            raise SpecError(
+                f"feed: a lane of the memory has {columns.capacity} rows, and a rollout up to {n_timesteps}"
+            )
+        # Outside Linux, and where /proc hides processes, workers cannot open shared memory of this process.
+        with (
+            contextlib.closing(SharedArena()) as arena,
+            life.note_failures("feed", lambda: self._supervisor.is_halfway),
+        ):
+            if not self._supervisor.can_attach(pack(arena)):
+                return None
+        try:
+            storage.share()
+        except StateError:  # it lies on a device, or holds objects
+            return None
+        own.define_columns(example, names)
+        return FedByWorkers(Feed(own.writer, names), storage, has_one_lane, self._supervisor, transport)
+
+    def feed(self, fed: Fed | None, version_before: int) -> None:
+        """Has the steps of later rollouts written to a memory, or to none.
+
+        Args:
+            fed: what `prepare` returned.
+            version_before: the number of updates that the workers' own counts leave out.
+        """
+        first_numbers = [record.n_ordered for record in self._supervisor.records]
+        feed = None if fed is None else fed.feed
+        if feed is not None or (self.fed is not None and self.fed.feed is not None):
+            own = feed and dataclasses.replace(feed, first_numbers=first_numbers, version_before=version_before)
+            self._supervisor.feed(pack(own))
+        self.drop()
+        self.fed = fed
+        if fed is not None:
+            fed.first_numbers = first_numbers
+
+    def resume(self, first_numbers: Sequence[int] | None, version_before: int) -> None:
+        """Feeds the same memory in a loaded state; `write_waiting` follows, once the memory has its own.
+
+        Args:
+            first_numbers: by worker, the number of its first rollout that the memory gets of those that wait to be
+                handed out; None for none.
+            version_before: see `feed`.
+        """
+        self._waiting_from = first_numbers
+        self.feed(self.fed, version_before)
+
+    def write_waiting(self, version_before: int) -> None:
+        """Writes rollouts of a loaded state, which wait to be handed out."""
+        if self.fed is not None and self._waiting_from is not None:
+            self.fed.resume(self._waiting_from, version_before)
+            self._waiting_from = None
+
+    def hide(self) -> None:
+        """Called before rollouts are ordered."""
+        self._waiting_from = None
+        if self.fed is not None:
+            self.fed.hide()
+
+    def drop(self) -> None:
+        """Takes back what workers have written of rollouts that will not be handed out."""
+        if self.fed is not None:
+            self.fed.drop()
+
+    def forget(self) -> None:
+        """Feeds no memory from now on, when all workers have ended."""
+        self.fed = None
+
+    def _restart(self, workers: Collection[int]) -> None:
+        if self.fed is not None:
+            self.fed.restart(workers)
+
+
+# The lifecycle of the batcher that feeds a memory, by its store, or by the memory if it has none in this process.
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Lifecycle]] = weakref.WeakKeyDictionary()
+
+
+def _stop_feeding(life: Lifecycle) -> None:
+    """Forgets which memory a batcher feeds."""
+    for key, owner in list(_owners.items()):
+        if owner() is life:
+            del _owners[key]
+
+
+def _make_example(layout: Layout) -> Trajectories:
+    """Makes one step of zeros, with the keys, shapes and dtypes of rollouts."""
+    specs = specs_of_steps(layout.observation, layout.action)
+    steps = {name: torch.zeros(1, 1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in specs.items()}
+    info = {name: torch.zeros(1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in ROW_INFO.items()}
+    return Trajectories(DictTensor(info), TemporalDictTensor(steps, torch.ones(1, dtype=torch.int64, device="cpu")))

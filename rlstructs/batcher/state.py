@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from rlstructs.batcher import exact_state
-from rlstructs.batcher.delivery import Delivery
-from rlstructs.batcher.engine import Engine
-from rlstructs.batcher.exact_state import load_engine_state, take_engine_state
+from rlstructs.batcher.engine import Delivery, Engine
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.errors import SpecError, StateError
 from rlstructs.moments import Moments
@@ -59,24 +57,19 @@ def _describe_batcher(layout: Layout, seeds: Sequence[int], agent_seeds: Sequenc
 
 def make_state(engine: Engine) -> State:
     """Makes a plain state."""
-    settings, supervisor, episodes = engine.settings, engine.supervisor, engine.transport.episodes
+    settings, episodes = engine.settings, engine.episodes
     return {
         "format": FORMAT,
         "version": VERSION,
         "seeds": seeds_argument(settings.seeds),
-        "batcher": _describe_batcher(engine.transport.layout, settings.seeds, settings.agent_seeds),
+        "batcher": _describe_batcher(engine.layout, settings.seeds, settings.agent_seeds),
         "weights_version": engine.policy_version,
-        "steps": engine.n_steps,
-        "workers": supervisor.get_states(),
+        "steps": engine.meter.n_steps,
+        "workers": engine.get_states(),
         "episodes": episodes.peek(),
         "dropped_episodes": episodes.n_dropped,
-        "statistics": _pack_statistics(supervisor.statistics),
+        "statistics": _pack_statistics(engine.statistics),
     }
-
-
-def add_exact(state: State, exact: State) -> State:
-    """Makes an exact state of a plain one."""
-    return {**state, "version": EXACT_VERSION, "exact": exact}
 
 
 def _pack_statistics(statistics: Mapping[str, Moments]) -> State:
@@ -203,10 +196,11 @@ def take_state(engine: Engine, life: Lifecycle, delivery: Delivery, exact: bool 
     life.check("state_dict", *EXACT_PHASES)
     delivery.check_handed_out("state_dict")
     with life.note_failures("state_dict", engine.is_halfway):
-        found = take_engine_state(engine, exact == "best")
+        found = engine.take_exact(exact == "best")
     if isinstance(found, Exception):
         raise found
-    return add_exact(make_state(engine), exact_state.pack(engine, found, delivery.find_phase()))
+    exact_part = exact_state.pack(found, engine.exact_settings, engine.noun, delivery.find_phase())
+    return {**make_state(engine), "version": EXACT_VERSION, "exact": exact_part}
 
 
 def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callable[[], Callable[[], None]]:
@@ -219,8 +213,8 @@ def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callabl
     life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
     checked = check(state, make_state(engine))
     if "exact" in state:
-        found, phase = exact_state.unpack(engine, state["exact"])
-        load = partial(load_engine_state, engine, found)
+        found, phase = exact_state.unpack(state["exact"], engine.exact_settings, engine.job_state_class)
+        load = partial(engine.load_exact, found)
     else:
         load, phase = partial(engine.load, checked, unpack_statistics(checked["statistics"])), Phase.NEW
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlstructs.batcher.arguments import RESTART
-from rlstructs.batcher.worker_record import RolloutOrder, WorkerRecord, describe_times
+from rlstructs.batcher.arguments import RESTART, count_awaited
+from rlstructs.batcher.worker_record import Records, RolloutOrder, WorkerRecord
 from rlstructs.envs.stepping import find_step
 from rlstructs.errors import SpecError
+from rlstructs.exact.job import JobState
 from rlstructs.moments import Moments, merge_parts
-from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.shared.slots import SlotBuffers
 from rlstructs.workers import WorkerError
+from rlstructs.workers.errors import is_gone
 from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt
 from rlstructs.workers.messages import Future, find_failures, gather_values
 from rlstructs.workers.pool import Pool
@@ -48,7 +48,7 @@ class Supervisor:
 
     def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
         self.pool = pool
-        self.records = [self.record_class() for _ in range(pool.n_workers)]
+        self.records = Records(self.record_class() for _ in range(pool.n_workers))
         self._max_restarts, self.run_ahead = max_restarts, run_ahead
         #: Whether workers that fail are replaced; a job in this process cannot be.
         self.can_replace = policy == RESTART and pool.can_restart
@@ -125,16 +125,9 @@ class Supervisor:
         if "reset" in self._lasting:
             self._lasting["reset"] = (statistics,)
 
-    def expect_state(self, was_updated: bool, was_reset: bool) -> None:
-        """Has successors begin as workers of a loaded state: without an earlier update, and reset if these were."""
-        if not was_updated:
-            self._lasting.pop("update", None)
-        if self.can_replace and was_reset:
-            self._add_lasting("reset", (self.statistics,))
-
     def get_states(self) -> list[dict[str, Any]]:
         """Returns what `renew` needs, by worker."""
-        return [record.get_state() for record in self.records]
+        return self.records.get_states()
 
     def renew(self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
         """Has every worker make new environments, and drops rollouts that were not handed out.
@@ -144,7 +137,7 @@ class Supervisor:
             seeds, agent_seeds: as in `JobSettings`.
         """
         self.settle()
-        self.records = [
+        self.records[:] = [
             WorkerRecord.restore(state, record.n_ordered) for state, record in zip(states, self.records, strict=True)
         ]
         self._lasting.pop("reset", None)
@@ -154,8 +147,7 @@ class Supervisor:
     def reset(self) -> None:
         """Resets every environment, and drops rollouts that were not handed out."""
         self.settle()
-        for record in self.records:
-            record.clear()
+        self.records.clear_orders()
         self._call("reset", self.statistics)
 
     def settle(self) -> None:
@@ -170,17 +162,13 @@ class Supervisor:
         """
         self.settle()
         while self.can_replace:
-            requests = self.list_rollouts()
+            requests = self.records.list_rollouts()
             self.pool.settle(requests)
             if not (failures := self.pool.check() | find_failures(requests)):
                 return
             self.replace_failed(failures)
 
-    def list_rollouts(self) -> list[Future]:
-        """Lists the requests of all rollouts that were ordered, and not lost."""
-        return [order.request for record in self.records for order in record.orders if not order.is_lost]
-
-    def begin_rollouts(self, write_agent_info: Callable[[int, int], None]) -> None:
+    def order(self, write_agent_info: Callable[[int, int], None]) -> None:
         """Orders rollouts until as many as are allowed are under way.
 
         Args:
@@ -200,31 +188,39 @@ class Supervisor:
                         self.records[request.index].orders.append(RolloutOrder(number, request))
                 self._raise_gone(requests)
 
-    def is_ready(self, n: int | None = None) -> bool:
-        """Whether `collect` would not have to wait for rollouts."""
-        requests, n = self._find_oldest(n)
-        return self.pool.is_settled(requests, n, fails_fast=not self.can_replace)
+    def is_ready(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> bool:
+        """Whether `wait` would return at once; cuts late rollouts as soon as it would begin to."""
+        requests, n = self.records.find_oldest(n)
+        is_ready = self.pool.is_settled(requests, n, fails_fast=not self.can_replace)
+        if not is_ready or cut is None:
+            return is_ready
+        self.cut_late(cut)
+        return self.is_ready()
 
-    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
+    def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
+        """See `Engine.count_awaited`."""
+        n_running = sum(record.is_running for record in self.records)
+        return count_awaited(at_least, preempt, self.noun, self.pool.n_workers, n_running)
+
+    def wait(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         """Waits for the oldest rollout of workers; returns those that are done or lost, by worker index.
 
-        It may be interrupted and called again: rollouts are kept until `end_rollouts` removes them.
+        It may be interrupted and called again: rollouts are kept until `hand_out` removes them.
 
         Args:
             n: the number of workers to wait for; None for all.
             cut: if given, ends the rollouts of the other workers early, and waits for them too; see `cut_late`.
         """
-        requests, n = self._find_oldest(n)
+        requests, n = self.records.find_oldest(n)
         self.pool.settle(requests, n, fails_fast=not self.can_replace)
         if not self.can_replace:
             gather_values(requests)  # raises what failed
         if cut is not None:
             self.cut_late(cut)
-            return self.collect()
+            return self.wait()
         if self.can_replace:
             self.replace_failed(self.pool.check() | find_failures(requests))
-        oldest = {index: record.orders[0] for index, record in enumerate(self.records)}
-        return {index: order for index, order in oldest.items() if order.is_lost or order.is_done}
+        return self.records.list_done()
 
     def cut_late(self, cut: Callable[[int, int], None]) -> None:
         """Has late workers end their oldest rollout after the step that they are in.
@@ -238,31 +234,19 @@ class Supervisor:
                 cut(index, order.number + 1)
                 order.is_cut = True
 
-    def _find_oldest(self, n: int | None) -> tuple[list[Future], int | None]:
-        """Finds the oldest requests, and how many of them `collect` waits for; with `n`, only of running workers."""
-        records = [record for record in self.records if n is None or record.is_running]
-        requests = [record.orders[0].request for record in records if not record.orders[0].is_lost]
-        return requests, None if n is None else n - (len(records) - len(requests))
+    def hand_out(self, orders: Mapping[int, RolloutOrder]) -> bool:
+        """Removes rollouts that are handed out, and adds what they gathered to the statistics.
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder]) -> None:
-        """Removes rollouts that are handed out, and adds what they gathered to the statistics."""
+        Returns:
+            Whether the first rollout of a successor is still to be handed out.
+        """
         if self.statistics:
             self.set_statistics(merge_parts(self.statistics, self.list_statistics(orders)))
-        for index in orders:
-            self.records[index].hand_out()
+        return self.records.hand_out(orders)
 
     def list_statistics(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
         """Lists the moments that each worker gathered in these rollouts, in the order of the workers."""
         return [order.request.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
-
-    @property
-    def has_successors(self) -> bool:
-        """Whether rollouts before the first one of a successor are still to be handed out."""
-        return any(record.first_number is not None for record in self.records)
-
-    def take_successors(self) -> set[int]:
-        """Returns, once each, the workers whose next rollout is a successor's first."""
-        return {index for index, record in enumerate(self.records) if record.pass_to_successor()}
 
     def take_replaced(self) -> set[int]:
         """Returns the workers that were replaced since the last call."""
@@ -271,20 +255,55 @@ class Supervisor:
 
     def stats(self) -> list[dict[str, Any]]:
         """The entries of `RL_Batcher.stats` for each worker."""
-        return [
-            {
-                "worker": index,
-                "pid": pid,
-                "state": state,
-                "restarts": record.n_restarts,
-                "lost_rollouts": record.n_lost,
-                "env_restarts": list(record.env_restarts),
-                **describe_times(time.monotonic() - record.since, record.clock),
-            }
-            for index, (pid, state, record) in enumerate(
-                zip(self.pool.pids, self.pool.states, self.records, strict=True)
-            )
-        ]
+        workers = enumerate(zip(self.records, self.pool.pids, self.pool.states, strict=True))
+        return [{"worker": k, "pid": pid, "state": state, **own.describe()} for k, (own, pid, state) in workers]
+
+    def take_states(self, best: bool) -> list[Any] | Exception:
+        """Finishes rollouts, and asks every job for its exact state.
+
+        Args:
+            best: whether new episodes begin where environments cannot be brought back.
+
+        Returns:
+            The states, by worker; or what a job raised because it has none, and then the batcher can go on.
+
+        Raises:
+            Exception: a worker is gone or late, or a rollout has failed.
+        """
+        everyone = list(range(self.pool.n_workers))
+        for _ in range(MAX_ATTEMPTS):
+            self.finish_rollouts()
+            if not self.can_replace:
+                gather_values(self.records.list_rollouts())  # raises what failed
+            states, failures = self.call_some("apply", (self.job_state_class.take, best), everyone)
+            if not failures:
+                return [states[index] for index in everyone]
+            _, error = min(failures.items())
+            raised = [each for each in failures.values() if not is_gone(each)]
+            if raised:
+                assert isinstance(raised[0], Exception)
+                return raised[0]
+            if not self.can_replace:
+                raise error
+            self.replace_failed(failures)
+        raise error
+
+    def load_states(self, jobs: Sequence[Any], seeds: Sequence[int], was_updated: bool) -> None:
+        """Brings every job to its exact state; successors then begin as those workers did.
+
+        Args:
+            jobs: what `take_states` returned.
+            seeds: of new environments, where these are needed.
+            was_updated: whether there was an update; otherwise successors get no earlier one.
+        """
+        load, pairs = self.job_state_class.load, enumerate(zip(jobs, seeds, strict=True))
+        requests = [self.pool.ask("apply", load, *each, only=[worker])[0] for worker, each in pairs]
+        self.pool.settle(requests)
+        gather_values(requests)  # raises what failed
+        if not was_updated:
+            self._lasting.pop("update", None)
+        if self.can_replace and any(job.methods for job in jobs):  # they were reset
+            self._add_lasting("reset", (self.statistics,))
 
     def call_some(
         self, method: str, arguments: tuple[Any, ...], only: list[int]

@@ -1,45 +1,99 @@
-"""`Transport`: which slots a rollout is in, how they are read or lent, and which environments run."""
+"""`Transport`: which slots a rollout is in, and how they are read or lent."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from mmap import mmap
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from rlstructs.batcher import arguments
-from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.batcher.worker_record import Records, RolloutOrder
 from rlstructs.episodes import NAMES_OF_STEPS, EpisodeTracker
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.loan import Loan
+from rlstructs.shared.reading import specs_of_steps
 from rlstructs.shared.slot_columns import columns_of, write_columns
 from rlstructs.shared.slots import ALL_ROLLOUTS, SlotBuffers, Slots
+from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import TensorSpec
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.messages import Future
+
+
+class Outbox(Protocol):
+    """Sends updates from the trainer to the workers.
+
+    Attributes:
+        version: the number of updates so far.
+    """
+
+    version: int
+
+    def pack(self, info: Any) -> Any:
+        """Puts an update where workers can read it; returns what to send to them."""
+
+    def record_sent(self, packed: Any, requests: list[Future]) -> None:
+        """Records that workers were sent this update."""
+
+    def read_last(self) -> Parcel | None:
+        """The last update, copied; None if there was none, or if whoever passes it on has it."""
+
+    def forget(self, workers: Collection[int]) -> None:
+        """Forgets requests to workers that were replaced; their successors have only got the last update."""
+
+
+class Contents(NamedTuple):
+    """The columns and the environments of rollouts.
+
+    Attributes:
+        layout: the columns of all environments.
+        blocks: for each worker, or node, the global indexes of its environments.
+        n_envs: E, the number of environments of one worker.
+        hint: what the user is warned of, if anything.
+    """
+
+    layout: Layout
+    blocks: list[range]
+    n_envs: int
+    hint: str | None = None
+
+
+class TransportState(NamedTuple):
+    """The exact state of a transport.
+
+    Attributes:
+        infos, episodes: see `Transport`.
+        rollouts: by worker and number, what the transport keeps of a rollout that is not handed out.
+    """
+
+    infos: dict[str, DictTensor]
+    episodes: EpisodeTracker
+    rollouts: dict[tuple[int, int], Any]
 
 
 class Transport:
-    """Brings the rollouts of all workers, or nodes, to the trainer; knows which environments run.
+    """Brings the rollouts of all workers, or nodes, to the trainer.
 
     Args:
-        layout: the columns of all environments.
-        blocks: for each worker, the global indexes of its environments.
+        contents: the columns and the environments of rollouts.
+        records: of the workers: which of their environments run.
 
     Attributes:
+        layout, blocks: of the contents.
         infos: `agent_info` and `env_info` as the last `reset` or `execute` gave them; empty before.
-        running: the environments that run, by worker, counted from the worker's first; None for all of them.
         episodes: tracks the episodes that ended in rollouts that were handed out.
     """
 
-    def __init__(self, layout: Layout, blocks: Sequence[range]) -> None:
-        self.layout, self.blocks = layout, blocks
+    def __init__(self, contents: Contents, records: Records) -> None:
+        self.contents, self.layout, self.blocks = contents, contents.layout, contents.blocks
+        self._records = records
         self.infos: dict[str, DictTensor] = {}
-        self.running: list[list[int] | None] = [None] * len(blocks)
         self.episodes = EpisodeTracker()
 
     @property
@@ -61,14 +115,16 @@ class Transport:
         """The most rows that the next batch may have."""
         return self.n_running()
 
+    def check_out(self, out: Trajectories, n_rows: int | None = None) -> None:
+        """Raises unless a rollout of so many rows fits into `out`; None for the most that the next one may have."""
+        steps = specs_of_steps(self.layout.observation, self.layout.action)
+        size = self.max_rows() if n_rows is None else n_rows, self.layout.n_timesteps
+        arguments.check(out, {**self.layout.info, **ROW_INFO}, steps, size)
+
     def n_running(self) -> int:
         """The number of environments that run."""
-        both = zip(self.blocks, self.running, strict=True)
-        return sum(len(block if running is None else running) for block, running in both)
-
-    def n_running_workers(self) -> int:
-        """The number of workers whose environments run."""
-        return sum(running != [] for running in self.running)
+        both = zip(self.blocks, self._records, strict=True)
+        return sum(len(block if record.running is None else record.running) for block, record in both)
 
     def running_rows(self) -> np.ndarray:
         """The global indexes of environments that run, int64."""
@@ -76,7 +132,7 @@ class Transport:
 
     def rows_of(self, worker: int) -> np.ndarray:
         """The global indexes of a worker's environments that run, int64."""
-        running, block = self.running[worker], self.blocks[worker]
+        running, block = self._records[worker].running, self.blocks[worker]
         return np.arange(block.start, block.stop) if running is None else block.start + np.array(running, np.int64)
 
     def set_infos(self, infos: Mapping[str, DictTensor]) -> None:
@@ -106,18 +162,27 @@ class Transport:
         """Records the episodes that ended in these trajectories."""
         self.episodes.add(trajectories)
 
-    def end_rollouts(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories | None) -> None:
-        """Records which environments run after these rollouts, and which episodes ended in the trajectories, if any."""
-        if trajectories is not None:
-            self.add_episodes(orders, trajectories)
-        for worker, order in orders.items():
-            self.running[worker] = None if order.is_lost else order.request.value.running
-
     def begin_episodes(self, workers: Collection[int]) -> None:
-        """Records that all environments of these workers are reset; their unfinished episodes are forgotten."""
+        """Forgets the unfinished episodes of these workers, whose environments are all reset."""
         for worker in workers:
-            self.running[worker] = None
-            self.episodes.forget(self.rows_of(worker))
+            self.episodes.forget(np.array(self.blocks[worker]))
+
+    def take_exact(self) -> TransportState:
+        """Takes the exact state, when no rollout runs."""
+        rollouts = {
+            (worker, order.number): self.read_rollout(worker, order.number)
+            for worker, record in enumerate(self._records)
+            for order in record.orders
+        }
+        return TransportState(self.infos, self.episodes, rollouts)
+
+    def load_exact(self, state: TransportState) -> None:
+        """Continues from an exact state; the infos are set before, as jobs may need them when they are loaded."""
+        for worker in range(len(self.blocks)):
+            self.cut(worker, 0)  # what was cut before had other numbers
+        for place, content in state.rollouts.items():
+            self.write_rollout(*place, content)
+        self.episodes = state.episodes
 
     def close(self) -> None:
         """Releases the memory. Idempotent."""
@@ -127,14 +192,16 @@ class SlotTransport(Transport):
     """The transport of workers that write to slots.
 
     Args:
+        contents, records: see `Transport`.
         slot_buffers: the slot buffers of the workers.
         buffer: the memory that they lie in.
-        blocks: for each worker, the global indexes of its environments.
         poisons: whether memory that was not written holds poison.
     """
 
-    def __init__(self, slot_buffers: SlotBuffers, buffer: mmap, blocks: Sequence[range], poisons: bool) -> None:
-        super().__init__(slot_buffers.layout, blocks)
+    def __init__(
+        self, contents: Contents, records: Records, slot_buffers: SlotBuffers, buffer: mmap, poisons: bool
+    ) -> None:
+        super().__init__(contents, records)
         self._slot_buffers = slot_buffers
         self.slots = slot_buffers.slots(buffer, poisons=poisons)
         self._cuts = slot_buffers.cuts(buffer)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rlstructs.rollout.progress import Clock
 from rlstructs.workers.messages import Future
+
+R = TypeVar("R", bound="WorkerRecord")
 
 # The fields of a clock, which a record's state holds too.
 CLOCK_FIELDS = tuple(each.name for each in dataclasses.fields(Clock))
@@ -32,6 +34,17 @@ class RolloutOrder:
     is_lost: bool = False
     is_cut: bool = False
 
+    def take_exact(self) -> tuple[int, bool, bool, Any]:
+        """What `of_exact` needs, of an order that is done or lost."""
+        return self.number, self.is_lost, self.is_cut, None if self.is_lost else self.request.value
+
+    @classmethod
+    def of_exact(cls, worker: int, behind: int, state: tuple[int, bool, bool, Any]) -> RolloutOrder:
+        """Makes an order that is done or lost, from a worker that now counts `behind` updates less."""
+        number, is_lost, is_cut, reply = state
+        reply = None if is_lost else reply._replace(version=reply.version - behind)
+        return cls(number, Future(worker, "rollout", True, reply), is_lost, is_cut)
+
     @property
     def is_done(self) -> bool:
         """Whether the worker has replied that the rollout is over."""
@@ -49,7 +62,8 @@ class WorkerRecord:
         env_restarts: how often each environment was made anew in rollouts that were handed out.
         orders: rollouts that were ordered and not handed out, the oldest first.
         n_ordered: how many rollouts were ordered in all.
-        is_running: whether any environment still ran after the last rollout that was handed out.
+        running: the environments that ran after the last rollout that was handed out, counted from the worker's first;
+            None for all of them.
         first_number: the number of a successor's first rollout, until all earlier ones are handed out; otherwise None.
         since: when the worker began, by `time.monotonic`, in seconds.
         clock: its clock, as of its last rollout that was handed out.
@@ -61,7 +75,7 @@ class WorkerRecord:
     env_restarts: list[int] = field(default_factory=list)
     orders: deque[RolloutOrder] = field(default_factory=deque)
     n_ordered: int = 0
-    is_running: bool = True
+    running: list[int] | None = None
     first_number: int | None = None
     since: float = field(default_factory=time.monotonic)
     clock: Clock = field(default_factory=Clock)
@@ -90,10 +104,37 @@ class WorkerRecord:
             **vars(self.clock),
         }
 
+    def take_exact(self, begins_episodes: bool) -> dict[str, Any]:
+        """What `of_exact` needs.
+
+        Args:
+            begins_episodes: whether the worker begins new episodes: like a successor's, they come after what was not
+                handed out, with other seeds.
+        """
+        fields = {**vars(self), "orders": [order.take_exact() for order in self.orders]}
+        fields["since"] = time.monotonic() - self.since
+        return fields | ({"stream": self.stream + 1, "first_number": self.n_ordered} if begins_episodes else {})
+
+    @classmethod
+    def of_exact(cls: type[R], worker: int, behind: int, state: Mapping[str, Any]) -> R:
+        """Makes the record of a worker that was brought to an exact state; see `RolloutOrder.of_exact`."""
+        orders = deque(RolloutOrder.of_exact(worker, behind, order) for order in state["orders"])
+        return cls(**{**state, "orders": orders, "since": time.monotonic() - state["since"]})
+
+    def describe(self) -> dict[str, Any]:
+        """The worker's entries of `RL_Batcher.stats`."""
+        counters = {"restarts": self.n_restarts, "lost_rollouts": self.n_lost, "env_restarts": list(self.env_restarts)}
+        return counters | describe_times(time.monotonic() - self.since, self.clock)
+
     def clear(self) -> None:
         """Drops the orders: a reset follows, after which every environment runs."""
         self.orders.clear()
-        self.is_running, self.first_number = True, None
+        self.running, self.first_number = None, None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any environment runs."""
+        return self.running != []
 
     def begin_successor(self) -> None:
         """Notes that a successor takes the worker's place."""
@@ -105,7 +146,7 @@ class WorkerRecord:
     def hand_out(self) -> None:
         """Removes the oldest rollout, which is handed out."""
         order = self.orders.popleft()
-        self.is_running = order.is_lost or order.request.value.running != []
+        self.running = None if order.is_lost else order.request.value.running
         if not order.is_lost:
             self.add_env_restarts(order.request.value)
         if not order.is_lost and (self.first_number is None or order.number >= self.first_number):
@@ -125,7 +166,7 @@ class WorkerRecord:
         following = self.orders[0].number if self.orders else self.n_ordered
         if self.first_number is None or following < self.first_number:
             return False
-        self.first_number, self.is_running = None, True
+        self.first_number, self.running = None, None
         return True
 
     def lose(self) -> None:
@@ -141,6 +182,52 @@ class WorkerRecord:
                 self.n_lost += is_running  # without running environments nothing was lost
                 return
             is_running = order.request.value.running != []
+
+
+class Records(list[Any]):  # of WorkerRecord, or a subclass
+    """The records of all workers: which rollouts are under way, and which environments run."""
+
+    def clear_orders(self) -> None:
+        """Drops all orders: a reset or a load follows."""
+        for record in self:
+            record.clear()
+
+    def get_states(self) -> list[dict[str, Any]]:
+        """What `WorkerRecord.restore` needs, by worker."""
+        return [record.get_state() for record in self]
+
+    def take_exact(self, jobs: Sequence[Any]) -> list[dict[str, Any]]:
+        """What `load_exact` needs; `jobs` are the exact states of the workers' jobs."""
+        return [record.take_exact(job.begins_episodes) for record, job in zip(self, jobs, strict=True)]
+
+    def load_exact(self, states: Sequence[Mapping[str, Any]], behind: int) -> None:
+        """Continues from an exact state, whose jobs are loaded; workers count `behind` updates less than then."""
+        self[:] = [type(self[worker]).of_exact(worker, behind, state) for worker, state in enumerate(states)]
+
+    def list_rollouts(self) -> list[Future]:
+        """Lists the requests of all rollouts that were ordered, and not lost."""
+        return [order.request for record in self for order in record.orders if not order.is_lost]
+
+    def find_oldest(self, n: int | None) -> tuple[list[Future], int | None]:
+        """Finds the oldest requests, and how many of them to wait for; with `n`, only of running workers."""
+        records = [record for record in self if n is None or record.is_running]
+        requests = [record.orders[0].request for record in records if not record.orders[0].is_lost]
+        return requests, None if n is None else n - (len(records) - len(requests))
+
+    def list_done(self) -> dict[int, RolloutOrder]:
+        """Lists the oldest rollouts that are done or lost, by worker index."""
+        oldest = {index: record.orders[0] for index, record in enumerate(self)}
+        return {index: order for index, order in oldest.items() if order.is_lost or order.is_done}
+
+    def hand_out(self, orders: Mapping[int, RolloutOrder]) -> bool:
+        """Removes the oldest rollouts of these workers; returns whether a successor's first one is still to come."""
+        for index in orders:
+            self[index].hand_out()
+        return any(record.first_number is not None for record in self)
+
+    def take_successors(self) -> set[int]:
+        """Returns, once each, the workers whose next rollout is a successor's first."""
+        return {index for index, record in enumerate(self) if record.pass_to_successor()}
 
 
 def describe_times(elapsed: float, clock: Clock) -> dict[str, Any]:

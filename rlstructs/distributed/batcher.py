@@ -33,8 +33,9 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.batcher.arguments import RAISE, RESTART, RunSettings
 from rlstructs.batcher.batcher import RL_Batcher
-from rlstructs.batcher.engine import Engine, find_contents
+from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.lease import BaseLease
+from rlstructs.batcher.start import find_contents
 from rlstructs.checks import check_count, other_words
 from rlstructs.distributed import cluster
 from rlstructs.distributed.node_job import NodeSettings
@@ -278,19 +279,19 @@ def start_ray_engine(
     try:
         policy, n_rollouts = run.on_worker_failure, run.run_ahead + 1
         supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead)
-        layout, blocks, n_envs, hint = find_contents(supervisor, settings, run.n_timesteps)
+        contents = find_contents(supervisor, settings, run.n_timesteps)
 
         def send_infos(infos: Mapping[str, DictTensor]) -> None:
             data = pickling.dumps(infos)
             pool.check_connection()
             supervisor.send_infos(cluster.share(data, len(data)))
 
-        transport = NodeTransport(layout, blocks, n_rollouts, send_infos, pool.cut, debug, policy == RESTART)
+        transport = NodeTransport(
+            contents, supervisor.records, n_rollouts, send_infos, pool.cut, debug, policy == RESTART
+        )
         check = StoreCheck(pool, transport, n_rollouts)
         check.check()
-        engine = Engine(settings, supervisor, transport, Broadcast(check.check_update), n_envs)
-        engine.hint = hint
-        return pool, engine
+        return pool, Engine(settings, supervisor, transport, Broadcast(check.check_update))
     except BaseException:
         with contextlib.suppress(Exception):
             pool.close()

@@ -7,26 +7,27 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from rlstructs.batcher.arguments import RunSettings
-from rlstructs.batcher.engine import start_engine
+from rlstructs.batcher.engine import Engine
 from rlstructs.batcher.evaluation import Rounds
-from rlstructs.batcher.exact_state import EngineState, load_engine_state, take_engine_state
-from rlstructs.batcher.transport import Batch, SlotTransport
+from rlstructs.batcher.exact_state import EngineState
+from rlstructs.batcher.start import start_engine
+from rlstructs.batcher.transport import SlotTransport
 from rlstructs.distributed.actor import Columns
-from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
 from rlstructs.envs.vec_env import NO_INFO
+from rlstructs.exact.job import JobState
+from rlstructs.exact.pickler import Pickled, dumps, loads
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Standing
 from rlstructs.rollout.job import FailureGuard
-from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs
 from rlstructs.shared.slot_columns import columns_of
-from rlstructs.shared.slots import STATE, Slots
+from rlstructs.shared.slots import STATE
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.worker_setup import registry
@@ -111,6 +112,83 @@ class NodeReply(NamedTuple):
     columns: Columns
 
 
+class NodeEngine(Engine):
+    """The engine of a node, which takes its orders from the trainer's.
+
+    Attributes:
+        new_episodes: environments whose episodes began anew, which the trainer was not told yet.
+        all_ended: whether every environment has ended.
+    """
+
+    _transport: SlotTransport
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.new_episodes: set[int] = set()
+        self.all_ended = False
+        self._release: Callable[[], None] = lambda: None  # of the last rollout, whose slots are read until the next
+
+    def set_statistics(self, statistics: dict[str, Moments]) -> None:
+        """Sets the moments that all environments normalise by from the next request."""
+        self._supervisor.set_statistics(statistics)
+
+    def run(self, number: int, agent_info: DictTensor | None) -> tuple[NodeRollout, list[int] | None, Any, Columns]:
+        """Runs one rollout.
+
+        Args:
+            number: the number of rollouts that the trainer ordered before; it may be higher than the number here, as it
+                includes rollouts ordered after all environments had ended.
+            agent_info: see `begin_rollouts`.
+
+        Returns:
+            The rollout, the environments that still run (None for all), the moments that each worker gathered, and the
+            columns, which may be views of the slots that are valid until the next rollout.
+        """
+        self._release()
+        slots = self._transport.slots[0]
+        if self.all_ended:
+            none = columns_of(slots, np.zeros(0, np.int64), 0)
+            return NodeRollout(self.take_new_episodes(), [], []), [], [], none
+        for record in self._supervisor.records:
+            record.n_ordered = number
+        self.replace_gone()
+        self.begin_rollouts(agent_info)
+        before = self.take_new_episodes()
+        orders, batch = self.collect()
+        self._release = batch.release
+        rows = self._transport.running_rows()
+        columns, gathered = columns_of(slots, rows, batch.n_timesteps), self._supervisor.list_statistics(orders)
+        n_running = self.end_rollouts(orders, batch)
+        self.new_episodes |= set(self._transport.failed_rows(orders).tolist())
+        self.all_ended = not n_running
+        running = None if n_running == self.n_elems else self._transport.running_rows().tolist()
+        ran = None if rows.size == self.n_elems else rows.tolist()
+        return NodeRollout(before, self.take_new_episodes(), ran), running, gathered, columns
+
+    def cut(self, number: int) -> None:
+        """Ends rollouts below this number after their current step; called while another thread runs one."""
+        with contextlib.suppress(IndexError, TypeError):  # the engine was closed meanwhile
+            for worker in range(self.pool.n_workers):
+                self._transport.cut(worker, number)
+
+    def begin_rounds(self, *arguments: Any) -> Rounds:
+        """Begins an evaluation."""
+        return Rounds(self._supervisor, self._transport.blocks, *arguments)
+
+    def forget_rollout(self) -> None:
+        """Does not look at the slots of the last rollout again: a load, or the end, follows."""
+        self._release = lambda: None
+
+    def take_new_episodes(self) -> list[int]:
+        """Returns the environments that began new episodes since the last call."""
+        found, self.new_episodes = sorted(self.new_episodes), set()
+        return found
+
+    def _begin_episodes(self, workers: Collection[int]) -> None:
+        super()._begin_episodes(workers)
+        self.new_episodes |= {row for worker in workers for row in self._transport.blocks[worker]}
+
+
 class NodeJob:
     """Runs an engine for a block of the workers, and answers the requests of a `NodeSupervisor`.
 
@@ -125,25 +203,20 @@ class NodeJob:
         write_settings(SETTINGS, settings.process)
         write_libraries(settings.libraries)
         registry.register(settings.registered)
-        # Environments whose episodes began anew, which the trainer was not told yet.
-        self._new_episodes: set[int] = set()
-        self._engine = start_engine(settings.job, settings.run, settings.debug, self._note_new_episodes)
+        self._engine = start_engine(settings.job, settings.run, settings.debug, NodeEngine)
         if states is not None:
             self._engine.renew(states)
         self.error: BaseException | None = None
         self._infos: dict[str, DictTensor] = {"agent_info": NO_INFO, "env_info": NO_INFO}
         self._agent_info: DictTensor | None = None  # for the next rollout
         self._version = 0
-        # The last rollout; its slots are read until the next one begins.
-        self._last: Batch | None = None
-        self._all_ended = False
         self._evaluation: Rounds | None = None
         # The states in a rollout's reply. The report that goes with it holds the same object, so it is pickled once.
         self._states: list[dict[str, Any]] | None = None
 
     def describe(self) -> JobDescription:
         """Returns the number of environments of a worker, and the specs of rollouts."""
-        layout, statistics = self._engine.transport.layout, self._engine.supervisor.statistics
+        layout, statistics = self._engine.layout, self._engine.statistics
         state = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
         return JobDescription(
             self._engine.n_envs, Specs(dict(layout.observation), dict(layout.action), state, statistics)
@@ -151,7 +224,7 @@ class NodeJob:
 
     def report(self) -> dict[str, Any]:
         """Reports on its workers: their `pids`, and their `states` as `Supervisor.get_states` returns them."""
-        states, self._states = self._states or self._engine.supervisor.get_states(), None
+        states, self._states = self._states or self._engine.get_states(), None
         return {"pids": self._engine.pool.pids, "states": states}
 
     def set_infos(self, data: bytes) -> None:
@@ -164,10 +237,10 @@ class NodeJob:
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment; `statistics` are those that environments normalise with."""
         with FailureGuard(self):
-            self._engine.supervisor.set_statistics(statistics)
-            self._engine.supervisor.settle()
+            self._engine.set_statistics(statistics)
+            self._engine.settle()
             self._engine.reset(self._infos)
-            self._agent_info, self._all_ended = None, False
+            self._agent_info, self._engine.all_ended = None, False
 
     def rollout(self, number: int, statistics: dict[str, Moments]) -> NodeReply:
         """Runs one rollout.
@@ -180,62 +253,47 @@ class NodeJob:
             The reply; its columns may be views of the slots, which are valid until the next rollout.
         """
         with FailureGuard(self):
-            if self._last is not None:
-                self._last.release()
-            engine, slots = self._engine, self._slots()
-            if self._all_ended:
-                rollout = NodeRollout(self._take_new_episodes(), [], [])
-                return self._reply([], [], rollout, columns_of(slots, np.zeros(0, np.int64), 0))
-            # The trainer's number may be higher: it includes rollouts ordered after all environments had ended.
-            for record in engine.supervisor.records:
-                record.n_ordered = number
-            engine.supervisor.set_statistics(statistics)
-            engine.supervisor.replace_gone()
-            engine.begin_rollouts(self._agent_info)
-            self._agent_info, before = None, self._take_new_episodes()
-            orders, batch = engine.collect()
-            self._last = batch
-            rows, n_elems = engine.transport.running_rows(), engine.n_elems
-            columns, gathered = columns_of(slots, rows, batch.n_timesteps), engine.supervisor.list_statistics(orders)
-            n_running = engine.end_rollouts(orders, batch)
-            self._new_episodes |= set(cast(SlotTransport, engine.transport).failed_rows(orders).tolist())
-            self._all_ended = not n_running
-            running = None if n_running == n_elems else engine.transport.running_rows().tolist()
-            ran = None if rows.size == n_elems else rows.tolist()
-            return self._reply(running, gathered, NodeRollout(before, self._take_new_episodes(), ran), columns)
+            self._engine.set_statistics(statistics)
+            rollout, running, gathered, columns = self._engine.run(number, self._agent_info)
+            self._agent_info, self._states = None, self._engine.get_states()
+            return NodeReply(running, self._states, self._version, gathered, rollout, columns)
 
     def cut(self, number: int) -> None:
-        """Ends rollouts below this number after their current step; called while another thread runs one."""
-        with contextlib.suppress(IndexError, TypeError):  # the engine was closed meanwhile
-            for worker in range(len(self._engine.transport.blocks)):
-                self._engine.transport.cut(worker, number)
+        """See `NodeEngine.cut`."""
+        self._engine.cut(number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent; `packed` holds the number of updates, this one included, and the update."""
         with FailureGuard(self):
             self._version, parcel = packed
-            self._engine.update(self._engine.outbox.pack(parcel))
+            self._engine.update(self._engine.pack(parcel))
 
     def renew(self, states: Sequence[dict[str, Any]]) -> None:
         """Makes new environments; `states` are those of all workers, as `Supervisor.get_states` returns them."""
         with FailureGuard(self):
             self._engine.renew(list(states)[self._workers])
-            self._all_ended = False
+            self._engine.all_ended = False
 
-    def take_state(self, best: bool) -> NodeState:
-        """Takes the exact state of the job; see `take_engine_state`."""
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """See `RolloutJob.apply`."""
         if self.error is not None:
             raise self.error
-        found = _raise(take_engine_state(self._engine, best))
-        return NodeState(found, OwnState(self._infos, self._agent_info, self._all_ended, self._new_episodes))
+        return function(self, *args)
 
-    def load_state(self, state: NodeState, seed: int) -> None:
-        """Brings the job to an exact state; each worker has a seed of its own, so that `seed` is not used."""
+    def take_exact(self, best: bool) -> NodeState:
+        """Takes the exact state; see `Engine.take_exact`."""
+        engine = self._engine
+        found = _raise(engine.take_exact(best))
+        return NodeState(found, OwnState(self._infos, self._agent_info, engine.all_ended, engine.new_episodes))
+
+    def load_exact(self, state: NodeState) -> None:
+        """Continues from what `take_exact` returned."""
         with FailureGuard(self):
             self.end_evaluation()
-            self._last = None
-            self._infos, self._agent_info, self._all_ended, self._new_episodes = state.own
-            load_engine_state(self._engine, state.engine)
+            engine = self._engine
+            engine.forget_rollout()
+            self._infos, self._agent_info, engine.all_ended, engine.new_episodes = state.own
+            engine.load_exact(state.engine)
 
     def begin_evaluation(
         self,
@@ -248,10 +306,10 @@ class NodeJob:
         if self.error is not None:
             raise self.error
         self.end_evaluation()
-        rows, supervisor = self._rows(), self._engine.supervisor
+        rows = self._rows()
         own = {name: _take_rows(info, rows) for name, info in infos.items()}
-        supervisor.set_statistics(statistics)
-        self._evaluation = Rounds(self._engine, list(seeds)[self._workers], max_steps, own)
+        self._engine.set_statistics(statistics)
+        self._evaluation = self._engine.begin_rounds(list(seeds)[self._workers], max_steps, own)
 
     def evaluate(self, wanted: np.ndarray) -> Standing:
         assert self._evaluation is not None
@@ -265,7 +323,7 @@ class NodeJob:
 
     def close(self) -> None:
         """Closes agents and environments, and ends the workers."""
-        self._last = None
+        self._engine.forget_rollout()
         try:
             self._engine.close()
         except Exception:
@@ -273,23 +331,6 @@ class NodeJob:
                 raise
         finally:
             self._engine.free()
-
-    def _slots(self) -> Slots:
-        return cast(SlotTransport, self._engine.transport).slots[0]
-
-    def _reply(
-        self, running: list[int] | None, statistics: list[dict[str, Moments]], rollout: NodeRollout, columns: Columns
-    ) -> NodeReply:
-        self._states = self._engine.supervisor.get_states()
-        return NodeReply(running, self._states, self._version, statistics, rollout, columns)
-
-    def _note_new_episodes(self, workers: Collection[int]) -> None:
-        self._new_episodes |= {row for worker in workers for row in self._engine.transport.blocks[worker]}
-
-    def _take_new_episodes(self) -> list[int]:
-        """Returns the environments that began new episodes since the last call."""
-        found, self._new_episodes = sorted(self._new_episodes), set()
-        return found
 
     def _rows(self) -> slice:
         """The global indexes of the node's environments."""
@@ -340,6 +381,16 @@ class NodeState(NamedTuple):
 
     engine: EngineState
     own: OwnState
+
+    @staticmethod
+    def take(job: NodeJob, best: bool) -> NodeState:
+        """See `JobState.take`."""
+        return job.take_exact(best)
+
+    @staticmethod
+    def load(job: NodeJob, state: NodeState, seed: int) -> None:
+        """See `JobState.load`; each worker has a seed of its own, so that `seed` is not used."""
+        job.load_exact(state)
 
     @property
     def begins_episodes(self) -> bool:

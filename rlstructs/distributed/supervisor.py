@@ -106,9 +106,9 @@ class NodeSupervisor(Supervisor):
         self._add_unconfirmed(requests)
         return requests
 
-    def collect(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
+    def wait(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         while True:
-            orders = super().collect(n, cut)
+            orders = super().wait(n, cut)
             failures = self._check_unconfirmed()
             if not failures:
                 return orders
@@ -126,7 +126,7 @@ class NodeSupervisor(Supervisor):
     def renew(self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
         """Has every worker make new environments; nodes derive the seeds themselves."""
         self.settle()
-        self.records = [NodeRecord(n_ordered=record.n_ordered) for record in self.records]
+        self.records[:] = [NodeRecord(n_ordered=record.n_ordered) for record in self.records]
         self._lasting.pop("reset", None)
         for node in self._nodes.nodes:  # if it turns out to be dead, its successor continues the same streams
             node.report["states"] = states[node.workers.start : node.workers.stop]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from rlstructs.batcher.transport import Transport
-from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.batcher.transport import Contents, Transport
+from rlstructs.batcher.worker_record import Records, RolloutOrder
 from rlstructs.distributed import cluster
 from rlstructs.distributed.actor import Columns
 from rlstructs.distributed.node_parts import NodePartsBatch, Part, PartBuilder
-from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import ALL_ROLLOUTS
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import raw_of
@@ -25,7 +24,7 @@ class NodeTransport(Transport):
     """Brings rollouts from nodes, each in one node part.
 
     Args:
-        layout, blocks: see `Transport`.
+        contents, records: see `Transport`.
         n_rollouts: how many rollouts of one node may be under way at once.
         send_infos: sends `agent_info` and `env_info` to the nodes.
         cut: called with a node's index and a number; makes the node end its rollouts below that number.
@@ -35,17 +34,17 @@ class NodeTransport(Transport):
 
     def __init__(
         self,
-        layout: Layout,
-        blocks: Sequence[range],
+        contents: Contents,
+        records: Records,
         n_rollouts: int,
         send_infos: Callable[[Mapping[str, DictTensor]], None],
         cut: Callable[[int, int], None],
         poisons: bool,
         all_may_run: bool,
     ) -> None:
-        super().__init__(layout, blocks)
+        super().__init__(contents, records)
         self._cut, self._all_may_run = cut, all_may_run
-        self._n_rollouts, self._send_infos, self._builder = n_rollouts, send_infos, PartBuilder(layout, poisons)
+        self._n_rollouts, self._send_infos, self._builder = n_rollouts, send_infos, PartBuilder(self.layout, poisons)
 
     @property
     def nbytes(self) -> int:

@@ -104,7 +104,8 @@ class Evaluation:
                 self._progress = Progress(observation, np.arange(self._slots.n))
             rows, n_before = self._progress.running, self._n_steps
             acting_agent = ActingAgent(self._agent, self._device, is_cut=self._count_step)
-            self._progress = acquire(acting_agent, self._env, self._slots, self._progress, self._infos["agent_info"])
+            info = self._infos["agent_info"]
+            [self._progress] = acquire(acting_agent, [self._env], [self._slots], [self._progress], info)
         lengths = self._slots.lengths[rows]
         self._n_steps += not self._progress.running.size  # the last step was not counted
         self._waited[rows] = np.where(lengths, 0, self._waited[rows] + self._n_steps - n_before)

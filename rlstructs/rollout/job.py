@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -17,17 +17,16 @@ from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.env_lives import RESTART, LivesRule
 from rlstructs.envs.row_adapter import row_env
-from rlstructs.envs.row_env import RowEnv, SplitEnv, load_statistics, take_statistics
+from rlstructs.envs.row_env import RowEnv, load_statistics, take_statistics
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Evaluation, Standing, seed_agent
 from rlstructs.rollout.feeding import Feed
-from rlstructs.rollout.job_reply import JobState
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
-from rlstructs.rollout.progress import Clock, Progress, RolloutReply, begin_counts
-from rlstructs.rollout.rollout import ActingAgent, acquire, acquire_in_turns
+from rlstructs.rollout.progress import Clock, RolloutReply, WorkerProgress
+from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, life_seed, seed_global_streams
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.packing import Rows
@@ -53,11 +52,8 @@ class RolloutJob:
     Attributes:
         env, agent: the environments and the agent.
         slots: the slots of this worker, in each slot buffer.
-        progress: where the last rollout stopped, for each group of environments that are stepped together; empty before
-            a reset.
-        clock: how the worker has spent its time.
+        progress: where the last rollout stopped, and how the worker has spent its time.
         methods: how an exact state brings back each environment, once that is known.
-        next_steps: int64 (E,), the number of each environment's next step; see `TemporalDictTensor.first_steps`.
     """
 
     index: int
@@ -94,11 +90,7 @@ class RolloutJob:
         self._inbox = Inbox(self.weights_arena)
         self.error: BaseException | None = None
         self.methods: list[str] | None = None
-        self.progress: list[Progress] = []
-        self.next_steps = begin_counts(self.env.n_envs())
-        self._groups: Sequence[SplitEnv] = ()  # empty where all environments are stepped together
-        self._group_slots: list[list[Slots]] = []
-        self.clock = Clock()
+        self.progress = WorkerProgress.of_new(self.env.n_envs())
         self._evaluation: Evaluation | None = None
         self._feed: Feed | None = None
 
@@ -128,15 +120,15 @@ class RolloutJob:
 
     def _attach_groups(self) -> None:
         """Finds the groups of environments, and maps the slots of each."""
-        self._groups, buffer, first = self.env.row_groups(), self.arena.map(), self.slots[0].first
-        self._group_slots = [
-            self._slot_buffers.slots(buffer, first=first + rows.start, n=len(rows)) for rows in self._group_rows()
-        ]
-
-    def _group_rows(self) -> list[range]:
-        """The environments of each group, counted from the worker's first; all of them where there are no groups."""
-        sizes = [group.n_envs() for group in self._groups or (self.env,)]
-        return [range(end - size, end) for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)]
+        buffer, first, groups = self.arena.map(), self.slots[0].first, self.env.row_groups()
+        self._groups: Sequence[RowEnv] = groups if len(groups) > 1 else (self.env,)
+        sizes = [group.n_envs() for group in self._groups]
+        # The environments of each group, counted from the worker's first.
+        self._rows = [range(end - size, end) for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)]
+        self._group_slots = [self.slots]
+        if len(groups) > 1:
+            make = self._slot_buffers.slots
+            self._group_slots = [make(buffer, first=first + rows.start, n=len(rows)) for rows in self._rows]
 
     def reset(self, statistics: Mapping[str, Moments]) -> None:
         """Starts an episode in every environment, with the `env_info/` rows of the slots.
@@ -151,16 +143,12 @@ class RolloutJob:
     def begin_episodes(self) -> None:
         """Resets every environment, with the `env_info/` rows of the slots."""
         observation = self.env.reset_rows(self.slots[0].info("env_info/").clone())
-        self.next_steps += 1  # the number that is left out says that the next steps do not follow
-        self.progress = [
-            Progress(observation.take(np.array(rows)), np.arange(len(rows))) for rows in self._group_rows()
-        ]
+        self.progress.begin_episodes(observation, self._rows)
 
     @property
     def running(self) -> np.ndarray:
         """The environments that run, int64, counted from the worker's first."""
-        parts = zip(self._group_rows(), self.progress, strict=True)
-        return np.concatenate([rows.start + progress.running for rows, progress in parts])
+        return self.progress.running(self._rows)
 
     def rollout(self, number: int, statistics: Mapping[str, Moments]) -> RolloutReply:
         """Fills the slots of all environments that run.
@@ -169,26 +157,26 @@ class RolloutJob:
             number: the number of rollouts ordered before.
             statistics: as for `reset`.
         """
-        slots = self.slots[number % len(self.slots)]
+        slots, progress = self.slots[number % len(self.slots)], self.progress
         with FailureGuard(self):
             load_statistics(self.env, statistics)
             if self.env.defers_resets and self.running.size < slots.n:
-                self.progress = [self.progress[0].join(*self.env.revive_rows())]  # such environments have no groups
+                progress.revive(*self.env.revive_rows(), self._rows)
             if not self.running.size:
                 slots.empty()  # of an earlier rollout
                 return self._reply([])
             began = perf_counter()
-            slots.first_steps[...] = self.next_steps
+            slots.first_steps[...] = progress.next_steps
             self._acquire(number, slots)
-            self.next_steps += slots.lengths
+            progress.next_steps += slots.lengths
             if self._feed is not None:
                 self._feed.write(slots, number, self._inbox.version)
             cut, running = self._revive_failed(), self.running
-            self.clock.busy += perf_counter() - began
+            progress.clock.busy += perf_counter() - began
             return self._reply(None if running.size == slots.n or self.env.defers_resets else running.tolist(), cut)
 
     def _reply(self, running: list[int] | None, cut: list[int] | None = None) -> RolloutReply:
-        now = self.clock.fields(), self._inbox.version, take_statistics(self.env)
+        now = self.progress.clock.fields(), self._inbox.version, take_statistics(self.env)
         return RolloutReply(running, *now, cut, self.env.take_restarts() or None)
 
     def _revive_failed(self) -> list[int] | None:
@@ -197,22 +185,16 @@ class RolloutJob:
         if not failed.size:
             return None
         which, first = self.env.revive_rows(failed)
-        for at, rows in enumerate(self._group_rows()):
-            own = np.flatnonzero((which >= rows.start) & (which < rows.stop))
-            self.progress[at] = self.progress[at].join(which[own] - rows.start, first.take(own))
-        self.next_steps[which] += 1  # as in `begin_episodes`
+        self.progress.revive(which, first, self._rows)
+        self.progress.next_steps[which] += 1  # other steps do not follow
         return list(map(int, which))
 
     def _acquire(self, number: int, slots: Slots) -> None:
-        """Runs a rollout, in turns if there are groups."""
-        cuts, index = self._cuts, self.index
-        acting_agent = ActingAgent(self.agent, self.settings.device, self.clock, lambda: cuts[index] > number)
-        info = slots.info("agent_info/")
-        if self._groups:
-            own = [buffers[number % len(buffers)] for buffers in self._group_slots]
-            self.progress = acquire_in_turns(acting_agent, self._groups, own, self.progress, info)
-        else:
-            self.progress = [acquire(acting_agent, self.env, slots, self.progress[0], info)]
+        """Runs a rollout."""
+        cuts, index, progress = self._cuts, self.index, self.progress
+        acting_agent = ActingAgent(self.agent, self.settings.device, progress.clock, lambda: cuts[index] > number)
+        own = [buffers[number % len(buffers)] for buffers in self._group_slots]
+        progress.groups = acquire(acting_agent, self._groups, own, progress.groups, slots.info("agent_info/"))
 
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Hands the agent an update; returns the versions of updates whose tensors it still has."""
@@ -237,7 +219,7 @@ class RolloutJob:
             if (n_own := self.env.n_envs()) != n:
                 raise SpecError(f"create_env: made {n_own} environments, and {n} before")
             self._seed(self.agent, seed)  # it may have drawn ahead
-            self.progress, self.clock = [], Clock(*clocks[self.index])
+            self.progress.groups, self.progress.clock = [], Clock(*clocks[self.index])
 
     def set_env(self, env: RowEnv) -> None:
         """Uses other environments from now on."""
@@ -245,21 +227,11 @@ class RolloutJob:
         self.env, self.methods = env, None
         self._attach_groups()
 
-    def take_state(self, best: bool) -> JobState:
-        """Takes the exact state of the job; see `take_job_state`."""
-        from rlstructs.rollout.job_state import take_job_state  # imports gymnasium
-
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function with the job and these arguments, which it may bring to another state."""
         if self.error is not None:
             raise self.error
-        return take_job_state(self, best)
-
-    def load_state(self, state: JobState, seed: int) -> None:
-        """Brings the job to an exact state; see `load_job_state`."""
-        from rlstructs.rollout.job_state import load_job_state
-
-        with FailureGuard(self):
-            self.end_evaluation()
-            load_job_state(self, state, seed)
+        return function(self, *args)
 
     def begin_evaluation(
         self,

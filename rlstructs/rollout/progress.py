@@ -1,8 +1,9 @@
-"""The position at which a rollout stopped, and the time that it took."""
+"""Where the rollouts of a worker stopped, and how it spent its time."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,15 +55,6 @@ class RolloutReply(NamedTuple):
     env_restarts: dict[int, int] | None = None
 
 
-def begin_counts(n: int) -> np.ndarray:
-    """The numbers of the first steps of n environments, int64 (n,), to which no other environment's count comes.
-
-    They are drawn anew in each process, seeded or not, so that two batchers never seem to go on with each other's
-    steps.
-    """
-    return (np.frombuffer(os.urandom(8 * n), np.uint64) >> 4).astype(np.int64)
-
-
 @dataclass
 class Progress:
     """The position at which a rollout stopped and the next one continues.
@@ -98,3 +90,49 @@ class Progress:
         begins = np.concatenate([self.begins, np.arange(self.running.size, running.size)])
         observation = self.observation.join(first).take(place)
         return Progress(observation, running[place], state, np.flatnonzero(np.isin(place, begins)))
+
+
+@dataclass
+class WorkerProgress:
+    """How far a worker is: where its rollouts stopped, and what they took.
+
+    Attributes:
+        next_steps: int64 (E,), the number of each environment's next step; see `TemporalDictTensor.first_steps`.
+        groups: where the last rollout stopped, for each group of environments that are stepped together, one where
+            there are no groups; empty before a reset.
+        clock: how the worker has spent its time.
+    """
+
+    next_steps: np.ndarray
+    groups: list[Progress] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def of_new(cls, n: int) -> WorkerProgress:
+        """Makes the progress of n environments before their first reset.
+
+        No other environment's count of steps comes to theirs: counts begin anew in each process, seeded or not, so that
+        two batchers never seem to go on with each other's steps.
+        """
+        return cls((np.frombuffer(os.urandom(8 * n), np.uint64) >> 4).astype(np.int64))
+
+    def begin_episodes(self, observation: Rows, rows: Sequence[range]) -> None:
+        """Continues with the first observation of all environments; `rows` are those of each group."""
+        self.next_steps += 1  # the number that is left out says that the next steps do not follow
+        self.groups = [Progress(observation.take(np.array(own)), np.arange(len(own))) for own in rows]
+
+    def revive(self, which: np.ndarray, first: Rows, rows: Sequence[range]) -> None:
+        """Continues with the first observations of environments that did not run; `rows` are those of each group."""
+        for at, own in enumerate(rows):
+            inside = np.flatnonzero((which >= own.start) & (which < own.stop))
+            self.groups[at] = self.groups[at].join(which[inside] - own.start, first.take(inside))
+
+    def running(self, rows: Sequence[range]) -> np.ndarray:
+        """The environments that run, int64, counted from the worker's first."""
+        return np.concatenate([own.start + each.running for own, each in zip(rows, self.groups, strict=True)])
+
+    def go_on(self, other: WorkerProgress) -> None:
+        """Continues where another worker was; one without groups begins new episodes, in this worker's own count."""
+        self.groups, self.clock = other.groups, other.clock
+        if other.groups:
+            self.next_steps = other.next_steps

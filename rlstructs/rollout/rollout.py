@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -43,59 +43,36 @@ class ActingAgent(NamedTuple):
 
 @torch.no_grad()
 def acquire(
-    acting_agent: ActingAgent, env: RowEnv, slots: Slots, progress: Progress, agent_info: DictTensor
-) -> Progress:
-    """Fills the slots of the running environments with up to T steps each.
-
-    Args:
-        acting_agent: the agent.
-        env: E environments; `progress` says which of them run.
-        slots: E slots, whose layout sets T.
-        progress: what the last call, or a reset, returned.
-        agent_info: E rows, or empty.
-
-    Returns:
-        Where the rollout stopped. `slots.lengths` holds the number of steps in each slot.
-    """
-    rollout = Rollout(acting_agent, env, slots, progress, agent_info)
-    with evaluation_mode(acting_agent.agent), contextlib.closing(rollout):
-        progress_after = _resume(rollout.run())
-    assert progress_after is not None
-    return progress_after
-
-
-@torch.no_grad()
-def acquire_in_turns(
     acting_agent: ActingAgent,
-    envs: Sequence[SplitEnv],
+    envs: Sequence[RowEnv],
     slots: Sequence[Slots],
     progress: Sequence[Progress],
     agent_info: DictTensor,
 ) -> list[Progress]:
-    """Fills the slots of several groups: the agent acts on one group while the others are stepped.
+    """Fills the slots of the running environments with up to T steps each.
 
-    If `is_cut` turns True between two groups, the first of them has one step more than the second.
+    With several groups of environments, the agent acts on one while the others are stepped; each is a `SplitEnv`, all
+    of whose environments run. If `is_cut` turns True between two groups, the first of them has one step more than the
+    second.
 
     Args:
         acting_agent: the agent.
-        envs: the groups; all their environments run.
-        slots, progress: one for each group.
+        envs: the groups, or all environments as a single one; `progress` says which environments run.
+        slots: of each group; their layout sets T.
+        progress: what the last call, or a reset, returned for each group.
         agent_info: a row for each environment of all groups, or empty.
 
     Returns:
-        Where each group stopped.
+        Where each group stopped. `lengths` of the slots hold the number of steps.
     """
-    ends = np.cumsum([own.n for own in slots]).tolist()
-    infos = [
-        agent_info if agent_info.empty() else agent_info.slice(end - own.n, end)
-        for own, end in zip(slots, ends, strict=True)
-    ]
-    groups = enumerate(zip(envs, slots, progress, infos, strict=True))
-    rollouts, progress_after = {}, dict[int, Progress]()
+    groups = enumerate(zip(envs, slots, progress, strict=True))
+    rollouts, progress_after, end = {}, dict[int, Progress](), 0
     with evaluation_mode(acting_agent.agent), contextlib.ExitStack() as stack:
-        for index, (env, own, reached, info) in groups:
+        for index, (env, own, reached) in groups:
+            end += own.n
+            info = agent_info if agent_info.empty() or len(envs) == 1 else agent_info.slice(end - own.n, end)
             rollout = stack.enter_context(contextlib.closing(Rollout(acting_agent, env, own, reached, info)))
-            rollouts[index] = rollout.run(env)
+            rollouts[index] = rollout.run(cast(SplitEnv, env) if len(envs) > 1 else None)
         while rollouts:
             for index in list(rollouts):
                 if (found := _resume(rollouts[index])) is not None:
@@ -130,7 +107,7 @@ class Rollout:
     """One rollout of environments that are stepped together.
 
     Args:
-        acting_agent, env, slots, progress, agent_info: see `acquire`; or those of one group, see `acquire_in_turns`.
+        acting_agent, env, slots, progress, agent_info: those of one group; see `acquire`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, TemporalDictTensor, Trajectories
-from rlstructs.batcher.equal_actions import EqualActions
+from rlstructs.batcher.metrics import EqualActions
 
 T = 64
 ALIKE = "the agents of workers draw the same random numbers"

@@ -345,7 +345,7 @@ def test_an_update_of_before_does_not_reach_successors():
         other.reset()
         rollout(other)
         other.load_state_dict(state)
-        assert "update" not in other._engine.supervisor._lasting
+        assert "update" not in other._engine._supervisor._lasting
         assert go_on(other, 3)[0] == expected[0]
 
 

@@ -1008,15 +1008,15 @@ def test_a_handler_of_a_signal_may_close_in_the_middle_of_anything(monkeypatch):
     batcher.reset()
     pids = batcher._engine.pool.pids
     before = signal.signal(signal.SIGUSR1, lambda *_: batcher.close())
-    take_replies = WorkerProcess.take_replies
+    read_replies = WorkerProcess.read_replies
 
     def interrupted(worker):  # under the lock of those who wait
         signal.raise_signal(signal.SIGUSR1)
-        return take_replies(worker)
+        return read_replies(worker)
 
     try:
         batcher.execute()
-        monkeypatch.setattr(WorkerProcess, "take_replies", interrupted)
+        monkeypatch.setattr(WorkerProcess, "read_replies", interrupted)
         with Deadline(), pytest.raises(ClosedError, match="the batcher was closed meanwhile"):
             batcher.get()
     finally:

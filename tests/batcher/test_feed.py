@@ -172,7 +172,7 @@ def test_what_is_drawn_does_not_depend_on_how_far_workers_are(cls, run_ahead):
                 for call in (batcher.execute, batcher.wait):
                     call()
                     if waits:
-                        batcher._engine.supervisor.settle()
+                        batcher._engine.settle()
                     if len(memory):
                         drawn.append(draw(memory))
                         held.append(len(memory))
@@ -284,7 +284,7 @@ def test_who_drops_a_batcher_has_its_memory_back():
     batcher.wait()
     batcher.execute()
     pids = [worker["pid"] for worker in batcher.stats()["workers"]]
-    batcher._engine.supervisor.settle()  # workers have written what is not handed out
+    batcher._engine.settle()  # workers have written what is not handed out
     del batcher
     wait_until_gone(pids)
     assert len(fed) == 2 * T
@@ -392,7 +392,7 @@ def test_wait_takes_first_come_first_served_and_ends_late_rollouts_early():
         for settings in ({"min_workers": 1}, {}, {"preempt": 0.5}, {}):
             batcher.execute()
             n_steps += batcher.wait(**settings)[0]
-        batcher._engine.supervisor.settle()
+        batcher._engine.settle()
         assert memory._storage.ring.head.sum() == n_steps
 
 

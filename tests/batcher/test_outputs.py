@@ -14,7 +14,7 @@ def room_for(batcher):
     """A rollout of every environment with all timesteps, to be overwritten."""
     batcher.reset()
     first, _ = rollout(batcher)
-    n, missing = first.n_elems(), batcher._engine.transport.layout.n_timesteps - first.trajectories.n_timesteps()
+    n, missing = first.n_elems(), batcher._engine.layout.n_timesteps - first.trajectories.n_timesteps()
     steps = {key: torch.cat([t, t.new_zeros(n, missing, *t.shape[2:])], 1) for key, t in first.trajectories.items()}
     return Trajectories(first.info, TemporalDictTensor(steps, first.lengths))
 

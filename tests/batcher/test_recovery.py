@@ -638,7 +638,7 @@ def test_interrupts_while_successors_start_lose_nothing(monkeypatch):
     with batcher("kill") as made:
         made.reset()
         made.execute()
-        replace, calls = made._engine.supervisor._replace, []
+        replace, calls = made._engine._supervisor._replace, []
 
         def interrupted(*arguments):
             calls.append(arguments)
@@ -646,7 +646,7 @@ def test_interrupts_while_successors_start_lose_nothing(monkeypatch):
                 raise KeyboardInterrupt
             return replace(*arguments)
 
-        monkeypatch.setattr(made._engine.supervisor, "_replace", interrupted)
+        monkeypatch.setattr(made._engine._supervisor, "_replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.get()
         trajectories, n_running = made.get()

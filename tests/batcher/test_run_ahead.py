@@ -137,7 +137,7 @@ def test_workers_write_the_next_rollouts_while_one_is_leased():
         for n in range(6):
             batcher.execute()
             with batcher.lease() as (trajectories, _):
-                batcher._engine.supervisor.settle()  # all that may be begun is over
+                batcher._engine.settle()  # all that may be begun is over
                 assert [state["state"] for state in batcher.stats()["workers"]] == ["idle", "idle"]
                 assert all(trajectories.trajectories.lengths == 4) and frames(trajectories)[0, 0, 1] == 4 * n
                 batcher.update(float(n))
@@ -260,15 +260,15 @@ def test_stragglers_are_cut_short_and_go_on_from_there(tmp_path):
     with gated(tmp_path / "go") as batcher:
         batcher.reset()
         batcher.execute()
-        cut = batcher._engine.transport.cut
+        cut = batcher._engine._transport.cut
 
         def open_the_gate(*arguments):  # when the others are through: it then ends its third step
             cut(*arguments)
             (tmp_path / "go").touch()
 
-        batcher._engine.transport.cut = open_the_gate
+        batcher._engine._transport.cut = open_the_gate
         trajectories, _ = batcher.get(preempt=0.6)
-        batcher._engine.transport.cut = cut
+        batcher._engine._transport.cut = cut
         lengths = trajectories.lengths.tolist()
         assert lengths[0] == lengths[2] == 10 and 1 <= lengths[1] <= 3
         trajectories, _ = rollout(batcher)
@@ -280,7 +280,7 @@ def test_a_get_that_does_not_wait_cuts_stragglers_short_and_comes_back_for_them(
     with gated(tmp_path / "go") as batcher:
         batcher.reset()
         batcher.execute()
-        wait_until(lambda: batcher._engine.supervisor.is_ready(2))
+        wait_until(lambda: batcher._engine.is_ready(2))
         for _ in range(3):
             assert batcher.get(blocking=False, preempt=0.6) == (None, None)
         (tmp_path / "go").touch()
@@ -336,7 +336,7 @@ def test_what_a_worker_did_before_its_end_is_handed_out_as_its_own():
     ) as batcher:  # fmt: skip
         batcher.reset()
         seen = [rollout(batcher)]
-        batcher._engine.supervisor.settle()
+        batcher._engine.settle()
         kill(batcher._engine.pool.pids[0])
         seen += [rollout(batcher) for _ in range(4)]
         assert [trajectories.lengths.tolist() for trajectories, _ in seen] == [[3, 4], [4], [4], [3, 4], [4]]
@@ -354,7 +354,7 @@ def test_every_rollout_that_is_lost_is_counted_once():
         batcher.reset()
         lengths = [rollout(batcher)[0].lengths.tolist()]
         for _ in range(2):
-            batcher._engine.supervisor.settle()
+            batcher._engine.settle()
             kill(batcher._engine.pool.pids[0])
             batcher.update(0.0)
         lengths += [rollout(batcher)[0].lengths.tolist() for _ in range(5)]

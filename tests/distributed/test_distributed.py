@@ -656,7 +656,7 @@ def test_a_node_that_was_not_told_what_it_should_be_hands_out_nothing(cluster, r
         batcher.reset(agent_info(4, 0.5))
         rollout(batcher)
         batcher.execute(agent_info(4, 1.0))
-        [asked] = [asked for asked, _ in batcher._engine.supervisor._unconfirmed if asked.index == 1]
+        [asked] = [asked for asked, _ in batcher._engine._supervisor._unconfirmed if asked.index == 1]
         batcher._engine.pool.settle([asked])
         asked.error = WorkerError("the reply of node 1 to 'set_infos' is lost")
         for _ in range(run_ahead):

@@ -95,7 +95,7 @@ class Run:
 
     def chunk(self):
         rows = self.progress.running
-        self.progress = acquire(ActingAgent(self.agent), self.env, self.slots, self.progress, self.agent_info)
+        [self.progress] = acquire(ActingAgent(self.agent), [self.env], [self.slots], [self.progress], self.agent_info)
         lengths = torch.from_numpy(self.slots.lengths[rows])
         steps = self.slots.read(None if rows.size == self.slots.n else rows, int(lengths.max()))
         index = torch.from_numpy(rows)

@@ -1,4 +1,4 @@
-"""The state of environments in the middle of their episodes: how an exact state of a batcher brings them back.
+"""The state of environments in the middle of their episodes: the public names of `rlstructs.exact`.
 
 `register` says how objects of a simulator are saved; those of ALE and MuJoCo are known.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from rlstructs.envs.snapshots.adapters import register
-    from rlstructs.envs.snapshots.env_state import EnvState, bring_back, take_state
+    from rlstructs.exact.adapters import register
+    from rlstructs.exact.env_state import EnvState, bring_back, take_state
 
 _EXPORTS = {
     "EnvState": "env_state",
@@ -23,4 +23,4 @@ _EXPORTS = {
 __all__ = ["EnvState", "bring_back", "register", "take_state"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = export_lazily(__name__, _EXPORTS)
+    __getattr__, __dir__ = export_lazily("rlstructs.exact", _EXPORTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlstructs.envs.snapshots.adapters import Adapter
+from rlstructs.exact.adapters import Adapter
 
 # How likely it may be that a search for the last action is not long enough.
 RISK = 1e-15

@@ -19,17 +19,20 @@ class Adapter(NamedTuple):
     load: Callable[[Any], Any]
 
 
+def _leave_out(thing: Any) -> None:
+    return None
+
+
+# Windows, fonts and clocks of pygame: environments of gymnasium make them again when they next render.
+_PYGAME = ("pygame.freetype.Font", "pygame.surface.Surface", "pygame.time.Clock")
 # By the full name of the class, so that its module need not be imported.
-_adapters: dict[str, Adapter] = {}
+_adapters: dict[str, Adapter] = dict.fromkeys(_PYGAME, Adapter(_leave_out, _leave_out))
 # Adapters of this package, which are imported when they are needed: the name of a class, and its module.
 _READY = {
     "ale_py.env.AtariEnv": "ale",
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": "mujoco",
     "mujoco._structs.MjData": "mujoco",
     "mujoco._structs.MjModel": "mujoco",
-    "pygame.freetype.Font": "pygame",
-    "pygame.surface.Surface": "pygame",
-    "pygame.time.Clock": "pygame",
 }
 
 
@@ -73,7 +76,7 @@ def find_adapter(kind: type) -> Adapter | None:
 
 
 def _read_ready(name: str) -> Adapter:
-    module = importlib.import_module(f"rlstructs.envs.snapshots.{_READY[name]}")
+    module = importlib.import_module(f"rlstructs.exact.{_READY[name]}")
     found: Adapter = module.ADAPTERS[name]
     _adapters[name] = found
     return found

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from rlstructs.envs.row_env import RowEnv
-from rlstructs.envs.snapshots.adapters import find_adapter
 from rlstructs.envs.stepping import MOST_ACTIONS, Episode, SingleEnv
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import RLError
+from rlstructs.exact.adapters import find_adapter
 
 GET_STATE, PICKLE, REPLAY, NEW_EPISODE = "get_state", "pickle", "replay", "new episode"
 # The most steps of random actions before a state is set for a test.
@@ -51,6 +51,12 @@ def find_inner(env: Any) -> Any:
     """The environment inside all wrappers, whose state `get_state` gives."""
     inner = getattr(env, "unwrapped", env)
     return env if inner is None else inner
+
+
+def name_env(env: Any) -> str:
+    """The id of an environment in gymnasium's registry, or the name of its class."""
+    spec = getattr(env, "spec", None)
+    return str(getattr(spec, "id", None) or type(find_inner(env)).__name__)
 
 
 def make_tokens(singles: Sequence[SingleEnv], methods: Sequence[str]) -> dict[int, Any]:

@@ -14,7 +14,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from rlstructs.envs.snapshots.adapters import find_adapter
+from rlstructs.exact.adapters import find_adapter
 from rlstructs.workers import pickling
 
 STORAGE = "storage"

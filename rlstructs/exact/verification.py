@@ -12,10 +12,10 @@ import torch
 
 from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.row_env import RowEnv, Step
-from rlstructs.envs.snapshots.methods import PICKLE, CopyError, NewEnvs, find_difference, make_tokens
-from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
 from rlstructs.envs.stepping import SingleEnv
 from rlstructs.errors import SpecError
+from rlstructs.exact.methods import PICKLE, CopyError, NewEnvs, find_difference, make_tokens
+from rlstructs.exact.pickler import Pickled, dumps, loads
 from rlstructs.seeding import PrivateStreams
 from rlstructs.structures.dict_tensor import DictTensor
 

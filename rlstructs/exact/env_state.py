@@ -9,12 +9,12 @@ import numpy as np
 
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import RowEnv
-from rlstructs.envs.snapshots.methods import REPLAY, CopyError, NewEnvs, find_inner, list_methods, make_tokens
-from rlstructs.envs.snapshots.pickler import Pickled, dumps, loads
-from rlstructs.envs.snapshots.verification import Trial, verify
 from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
+from rlstructs.exact.methods import REPLAY, CopyError, NewEnvs, list_methods, make_tokens, name_env
+from rlstructs.exact.pickler import Pickled, dumps, loads
+from rlstructs.exact.verification import Trial, verify
 from rlstructs.workers.public_names import set_module
 
 
@@ -101,9 +101,3 @@ def _explain(k: int, single: SingleEnv, reasons: dict[str, str]) -> str:
     tried = "; ".join(f"{method}: {why}" for method, why in reasons.items())
     advice = "" if REPLAY in reasons else "; GymEnvInf(..., episode_seeds=True) plays the episode again"
     return f"environment {k} ({name_env(single.env)}) cannot be brought back: {tried}{advice}"
-
-
-def name_env(env: Any) -> str:
-    """The id of an environment in gymnasium's registry, or the name of its class."""
-    spec = getattr(env, "spec", None)
-    return str(getattr(spec, "id", None) or type(find_inner(env)).__name__)

@@ -6,7 +6,7 @@ import functools
 import zlib
 from typing import Any
 
-from rlstructs.envs.snapshots.adapters import Adapter
+from rlstructs.exact.adapters import Adapter
 
 # Most bytes are zeros. Higher levels take longer and save little.
 LEVEL = 1

@@ -1,4 +1,4 @@
-"""`rlstructs.envs.snapshots`: environments in the middle of their episodes are brought back."""
+"""`rlstructs.exact`: environments in the middle of their episodes are brought back."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rlstructs import (
 )
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.snapshots import bring_back, register, take_state
-from rlstructs.envs.snapshots.methods import find_difference
-from rlstructs.envs.snapshots.pickler import dumps, loads
-from rlstructs.envs.snapshots.verification import Actions
+from rlstructs.exact.methods import find_difference
+from rlstructs.exact.pickler import dumps, loads
+from rlstructs.exact.verification import Actions
 
 # The table on the page about exact resumption.
 PICKLED = [
@@ -255,7 +255,7 @@ class InWorld(Count):
 
 
 def test_a_simulator_of_a_user_is_saved_by_its_adapter(monkeypatch):
-    monkeypatch.setattr("rlstructs.envs.snapshots.adapters._adapters", {})
+    monkeypatch.setattr("rlstructs.exact.adapters._adapters", {})
     register(World, lambda world: world.at, World)
     check_round_trip(lambda: GymEnvInf([InWorld(5), InWorld(6)], 0), n_after=20)
     with pytest.raises(TypeError, match="^register: load must be a function, got None$"):
