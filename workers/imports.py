@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.machinery
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import util
 from typing import Any
 
 # Characters of the statement that sets the path; Linux limits one argument of a command to 128 KiB.
 MAX_LENGTH = 100_000
-SUFFIXES = frozenset(importlib.machinery.all_suffixes())
-
-# Finds modules where this process found them, although its path has changed since.
-_FINDER = """
-import _frozen_importlib_external as external
-class Found:
-    def find_spec(name, path=None, target=None):
-        return external.PathFinder.find_spec(name, [found[name]]) if name in found else None
-sys.meta_path.insert(0, Found)
-"""
 
 _lock = threading.Lock()
 
@@ -51,9 +40,6 @@ def prepend_import_path(command: str) -> str:
     """
     path = get_import_path()
     first = f"import sys; path = {path!a}; sys.path[:] = path + [one for one in sys.path if one and one not in path]"
-    if shadowed := _find_shadowed_modules(path):
-        finder = f"found = {shadowed!a}{_FINDER}"
-        first += f"; exec({finder!a}, {{'sys': sys}})"
     if len(first) > MAX_LENGTH:  # only leave out the current directory
         first = "import sys; sys.path[:] = [one for one in sys.path if one]"
     return f"{first}; {command}"
@@ -101,56 +87,6 @@ def renew_lock() -> None:
     """Replaces the lock in a forked copy: a thread that does not exist here may have held it."""
     global _lock
     _lock = threading.Lock()
-
-
-def _find_shadowed_modules(path: Sequence[str]) -> dict[str, str]:
-    """Finds the loaded modules that an import would now take from another folder.
-
-    The path has changed since they were imported: a folder that comes first now has a module of the same name.
-
-    Returns:
-        The name of each such module, and the folder that it was loaded from.
-    """
-    folders = _find_module_folders()
-    shadowed, seen = dict[str, str](), set[str]()
-    for folder in path:
-        for name in _find_importable(folder, folders.keys() - seen):
-            seen.add(name)
-            if not _is_same_folder(folders[name], folder):
-                shadowed[name] = folders[name]
-    return shadowed
-
-
-def _find_module_folders() -> dict[str, str]:
-    """Finds the folder that each loaded top-level module or package was loaded from."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        # The script is called `__main__` here; its spec, if it has one, has the name of its module.
-        if "." in name or not isinstance(spec, importlib.machinery.ModuleSpec) or name != spec.name:
-            continue
-        if not isinstance(spec.origin, str) or not spec.has_location:
-            continue
-        folder = os.path.dirname(spec.origin)
-        found[name] = os.path.dirname(folder) if spec.submodule_search_locations else folder
-    return found
-
-
-def _find_importable(folder: str, names: Set[str]) -> set[str]:
-    """Finds which of these names are modules or packages in a folder."""
-    found = set()
-    with contextlib.suppress(OSError):  # there is no such folder, or it is an archive
-        for entry in os.listdir(folder):
-            name = entry.partition(".")[0]
-            if name in names and (
-                entry[len(name) :] in SUFFIXES or os.path.exists(os.path.join(folder, entry, "__init__.py"))
-            ):
-                found.add(name)
-    return found
-
-
-def _is_same_folder(one: str, other: str) -> bool:
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import contextlib
 import decimal
 import locale
 import logging
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,13 +204,6 @@ def quiet_imports() -> Iterator[None]:
         log_settings.write_levels(levels)
 
 
-def _set_traceback_limit(limit: int | None) -> None:
-    if limit is None:
-        del sys.tracebacklimit
-    else:
-        sys.tracebacklimit = limit
-
-
 def _read_warning_format() -> Any:
     """Returns the user's function that formats warnings; None for Python's own."""
     function = warnings.formatwarning
@@ -224,18 +216,11 @@ def _set_locale(name: str) -> None:
 
 SETTINGS: Table = {
     "sys.setrecursionlimit": Setting(sys.getrecursionlimit, sys.setrecursionlimit),
-    "sys.tracebacklimit": Setting(lambda: getattr(sys, "tracebacklimit", None), _set_traceback_limit),
     "locale.setlocale": Setting(lambda: locale.setlocale(locale.LC_ALL), _set_locale),
     "decimal.setcontext": Setting(decimal.getcontext, decimal.setcontext),
-    "socket.setdefaulttimeout": Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
     "logging": Setting(log_settings.read_log_settings, log_settings.write_log_settings),
     "logging's handlers": Setting(log_settings.read_handler_classes, logs.leave_to_parent),
     "warnings.filters": Setting(read_filters, write_filters),
     "warnings.defaultaction": Setting.attribute(warnings, "defaultaction"),
     "warnings.formatwarning": Setting(_read_warning_format, Setting.attribute(warnings, "formatwarning").write),
 }
-if hasattr(sys, "set_int_max_str_digits"):  # not in the first releases of CPython 3.10
-    SETTINGS = {
-        **SETTINGS,
-        "sys.set_int_max_str_digits": Setting(sys.get_int_max_str_digits, sys.set_int_max_str_digits),
-    }

@@ -1,10 +1,9 @@
 """Sets up every worker before it makes anything of the user's.
 
-Settings of numpy, torch, gymnasium, jax and warp, which workers take over from the trainer.
+Workers take over settings of numpy, torch, jax and gymnasium that change numbers, warnings or logs.
 
 The trainer reads the settings of each library that it has loaded; a worker writes them when it loads the library too,
-which may be never. Three kinds are left out: torch's default device, because workers compute on the host by default;
-torch's number of threads, which is one; and settings of a `with` block, such as `torch.no_grad`.
+which may be never. Everything else is for `init_worker`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,39 +28,12 @@ from rlstructs.workers.settings import Setting, Table, after_import, read_settin
 OLDER_PRECISIONS = ("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32")
 PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 NEWER_PRECISIONS = ("backends.fp32_precision", *(f"backends.{name}.fp32_precision" for name in PRECISIONS))
-# Other attributes of torch.
+JAX = ("jax_enable_x64", "jax_default_matmul_precision")
+# What determinism is made of besides `use_deterministic_algorithms`.
 ATTRIBUTES = (
     "utils.deterministic.fill_uninitialized_memory",
-    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "backends.cuda.matmul.allow_fp16_accumulation",
-    "backends.cudnn.enabled",
     "backends.cudnn.benchmark",
-    "backends.cudnn.benchmark_limit",
     "backends.cudnn.deterministic",
-    "backends.mkldnn.enabled",
-    "backends.mkldnn.deterministic",
-    "backends.opt_einsum.enabled",
-    "backends.opt_einsum.strategy",
-    "backends.quantized.engine",
-)
-# Kernels of attention; `torch.backends.cuda` has one function for each to read, and one to set, whether it is on.
-ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-# Modules whose classes are among torch's safe globals wherever they are imported.
-ADD_SAFE_GLOBALS = ("torch.", "tensordict.")
-JAX = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_disable_jit",
-    "jax_enable_checks",
-    "jax_log_compiles",
-    "jax_traceback_filtering",
 )
 
 
@@ -82,14 +54,12 @@ def _write(name: str, settings: dict[str, bytes]) -> None:
 
 
 def numpy_settings() -> Table:
-    """Settings of numpy: calculation, errors and printing."""
+    """Settings of numpy: what it does about errors."""
     import numpy as np
 
     return {
         "numpy.seterrcall": Setting(np.geterrcall, np.seterrcall),
         "numpy.seterr": Setting(np.geterr, _set_numpy_errors),
-        "numpy.setbufsize": Setting(np.getbufsize, np.setbufsize),
-        "numpy.set_printoptions": Setting(np.get_printoptions, _set_numpy_print),
     }
 
 
@@ -101,18 +71,10 @@ def _set_numpy_errors(modes: dict[str, Any]) -> None:
     np.seterr(**modes)
 
 
-def _set_numpy_print(options: dict[str, Any]) -> None:
-    import numpy as np
-
-    np.set_printoptions(**options)
-
-
 def torch_settings() -> Table:
-    """Settings of torch: calculation, checks, warnings and printing."""
+    """Settings of torch: dtype, precision, determinism and warnings."""
     import torch
 
-    printing: Any = torch._tensor_str.PRINT_OPTS
-    invariants: Any = torch.sparse.check_sparse_tensor_invariants
     return {
         **_attributes(torch, OLDER_PRECISIONS),
         "torch.set_float32_matmul_precision": Setting(
@@ -122,14 +84,7 @@ def torch_settings() -> Table:
         "torch.set_default_dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
         "torch.use_deterministic_algorithms": Setting(_determinism, lambda value: _set_determinism(*value)),
         "torch.set_flush_denormal": Setting(_flushes_denormals, torch.set_flush_denormal),
-        "torch.autograd.set_detect_anomaly": Setting(_anomaly, lambda value: _set_anomaly(*value)),
         "torch.set_warn_always": Setting(torch.is_warn_always_enabled, torch.set_warn_always),
-        "torch.set_printoptions": Setting(lambda: dict(vars(printing)), lambda value: vars(printing).update(value)),
-        "torch.distributions": Setting.attribute(torch.distributions.Distribution, "_validate_args"),
-        "torch.sparse": Setting(
-            invariants.is_enabled, lambda value: invariants.enable() if value else invariants.disable()
-        ),
-        **dict(_newer_torch_settings(torch)),
     }
 
 
@@ -145,29 +100,6 @@ def _attributes(torch: Any, names: Iterable[str]) -> dict[str, Setting]:
     return found
 
 
-def _newer_torch_settings(torch: Any) -> Iterator[tuple[str, Setting]]:
-    """Yields settings whose functions only some releases of torch have."""
-    cuda = torch.backends.cuda
-    pairs = [(cuda, f"{kernel}_enabled", f"enable_{kernel}") for kernel in ATTENTION]
-    pairs.append((torch.backends.mha, "get_fastpath_enabled", "set_fastpath_enabled"))
-    for owner, read, write in pairs:
-        if hasattr(owner, read):
-            yield f"{owner.__name__}.{write}", Setting(getattr(owner, read), getattr(owner, write))
-    if hasattr(torch.serialization, "get_safe_globals"):
-        yield "torch.serialization.add_safe_globals", Setting(_safe_globals, torch.serialization.add_safe_globals)
-
-
-def _safe_globals() -> list[Any]:
-    """Classes that the program allows `torch.load` to read, without those that libraries add as they are imported.
-
-    A worker would import these libraries to read the list; tensordict takes a second.
-    """
-    import torch
-
-    found = torch.serialization.get_safe_globals()
-    return [each for each in found if not getattr(each, "__module__", "").startswith(ADD_SAFE_GLOBALS)]
-
-
 def _determinism() -> tuple[bool, bool]:
     import torch
 
@@ -178,18 +110,6 @@ def _set_determinism(mode: bool, warn_only: bool) -> None:
     import torch
 
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-
-
-def _anomaly() -> tuple[bool, bool]:
-    import torch
-
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _set_anomaly(mode: bool, check_nan: bool) -> None:
-    import torch
-
-    torch.set_anomaly_enabled(mode, check_nan)
 
 
 def _flushes_denormals() -> bool:
@@ -205,24 +125,11 @@ def gymnasium_settings() -> Table:
 
 
 def jax_settings() -> Table:
-    """Settings of jax: calculation, checks and messages."""
+    """Settings of jax: what its numbers are."""
     import jax
 
     config: Any = jax.config
-    return {
-        name: Setting(partial(getattr, config, name), partial(config.update, name))
-        for name in JAX
-        if hasattr(config, name)
-    }
-
-
-def warp_settings() -> Table:
-    """Settings of warp: compilation, checks and messages."""
-    import warp
-
-    plain = (bool, int, float, str, type(None))
-    names = [name for name, value in vars(warp.config).items() if name[0] != "_" and isinstance(value, plain)]
-    return {f"warp.config.{name}": Setting.attribute(warp.config, name) for name in names if name != "version"}
+    return {name: Setting(partial(getattr, config, name), partial(config.update, name)) for name in JAX}
 
 
 # By module name.
@@ -231,7 +138,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "torch": torch_settings,
     "gymnasium": gymnasium_settings,
     "jax": jax_settings,
-    "warp": warp_settings,
 }
 
 

@@ -111,16 +111,6 @@ def test_the_command_executes_nothing_of_the_current_directory(folder, subproces
     assert (done.returncode, executed(folder)) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_module_that_is_loaded_is_the_same_in_workers_though_the_path_has_changed(
-    method, folder, tmp_path, subprocess_env
-):
-    text = SURFACES["pool"].replace("with WorkerPool", "import queue\nsys.path.insert(0, os.getcwd())\nwith WorkerPool")
-    done = run([program(tmp_path, text), method], folder, subprocess_env)
-    assert done.stdout.split() == ["True", "True"], done.stderr
-    assert not {"queue", "multiprocessing", "rlstructs", "cloudpickle"} & set(executed(folder).split())
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_what_the_program_has_added_to_its_path_is_found(method, tmp_path, subprocess_env):
     (tmp_path / "lib").mkdir()
