@@ -7,9 +7,8 @@ takes the place of what is there, unless that is a tensor that is learned.
 from __future__ import annotations
 
 import bisect
-import copy
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -246,39 +245,13 @@ LIKE_PARAMETERS = {
 }
 
 
-def check_fits(label: str, owner: Any, state: Any) -> None:
-    """Raises FileError if a state is certainly not one that a module or optimizer of torch can load.
+def check_optimizer(label: str, owner: Any, state: Any) -> None:
+    """Raises FileError if a state is certainly not one of this optimizer, which would load it all the same.
 
-    Any other exception means that the state is not a state dict at all.
+    Does nothing for other objects. Any other exception means that `state` is not a state of an optimizer at all.
     """
-    if isinstance(owner, torch.nn.Module):
-        _check_module(label, owner, state)
-    elif isinstance(owner, torch.optim.Optimizer):
-        _check_optimizer(label, owner, state)
-
-
-def _check_module(label: str, owner: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    difference = _find_difference(owner.state_dict(), state)
-    if difference is None:
+    if not isinstance(owner, torch.optim.Optimizer):
         return
-    try:  # a module may adapt an old state as it loads it
-        copy.deepcopy(owner).load_state_dict(state)
-    except Exception as error:
-        raise FileError(f"{label} is another network: {difference}") from error
-
-
-def _find_difference(own: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    if own.keys() != state.keys():
-        return f"it and this one do not both have {sorted(own.keys() ^ state.keys())[:3]}"
-    for key, value in own.items():
-        found = tuple(getattr(state[key], "shape", ()))
-        is_known = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-        if is_known and found != tuple(value.shape):
-            return f"{key!r} is {found}, here {tuple(value.shape)}"
-    return None
-
-
-def _check_optimizer(label: str, owner: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     found, own = state["param_groups"], owner.param_groups
     sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (found, own))
     if sizes != own_sizes:

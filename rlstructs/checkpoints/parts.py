@@ -14,7 +14,7 @@ from typing import Any
 from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.batcher.state import check_between_rollouts, give_up, plan_load
 from rlstructs.checkpoints import in_place
-from rlstructs.checkpoints.in_place import check_fits
+from rlstructs.checkpoints.in_place import check_optimizer
 from rlstructs.checkpoints.trees import load_tree, save_tree
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError, StateError, WorkerError
@@ -126,7 +126,7 @@ class StatePart(TreePart):
         return self._owner.state_dict()
 
     def _plan(self, tree: Any) -> Restore:
-        check_fits(self.label, self._owner, tree)
+        check_optimizer(self.label, self._owner, tree)
         return lambda: _load(self.label, self._owner, tree)
 
     def back_up(self) -> Callable[[], None]:
@@ -176,7 +176,7 @@ class ExtraPart(TreePart):
         for key, value in tree.items():
             name, own = f"{self.label}[{key!r}]", self._values.get(key)
             if is_stateful(own):
-                check_fits(name, own, value)
+                check_optimizer(name, own, value)
                 states[key] = value
             else:
                 values[key] = plan.fit(name, own, value)

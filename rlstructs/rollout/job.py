@@ -293,13 +293,9 @@ class RolloutJob:
 
     def close(self) -> None:
         """Closes evaluation, agent and environments, even if one of them raises."""
-        try:
-            self.end_evaluation()
-        finally:
-            try:
-                self.agent.close()
-            finally:
-                self.env.close()
+        with contextlib.ExitStack() as stack:
+            for close in (self.env.close, self.agent.close, self.end_evaluation):  # the last one first
+                stack.callback(close)
 
     def make_env(self, seed: int, env_args: dict[str, Any] | None = None) -> RowEnv:
         """Makes environments with this seed, and has them handle failures as the settings say."""
