@@ -198,7 +198,7 @@ class Supervisor:
         return self.is_ready()
 
     def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
-        """See `Engine.count_awaited`."""
+        """Counts the workers that `get` waits for, given one of its arguments; raises if that is wrong."""
         n_running = sum(record.is_running for record in self.records)
         return count_awaited(at_least, preempt, self.noun, self.pool.n_workers, n_running)
 

@@ -35,7 +35,7 @@ class RolloutOrder:
     is_cut: bool = False
 
     def take_exact(self) -> tuple[int, bool, bool, Any]:
-        """What `of_exact` needs, of an order that is done or lost."""
+        """Returns the state for `of_exact`, of an order that is done or lost."""
         return self.number, self.is_lost, self.is_cut, None if self.is_lost else self.request.value
 
     @classmethod
@@ -105,7 +105,7 @@ class WorkerRecord:
         }
 
     def take_exact(self, begins_episodes: bool) -> dict[str, Any]:
-        """What `of_exact` needs.
+        """Returns the state for `of_exact`.
 
         Args:
             begins_episodes: whether the worker begins new episodes: like a successor's, they come after what was not
@@ -193,11 +193,11 @@ class Records(list[Any]):  # of WorkerRecord, or a subclass
             record.clear()
 
     def get_states(self) -> list[dict[str, Any]]:
-        """What `WorkerRecord.restore` needs, by worker."""
+        """Returns the states for `WorkerRecord.restore`, by worker."""
         return [record.get_state() for record in self]
 
     def take_exact(self, jobs: Sequence[Any]) -> list[dict[str, Any]]:
-        """What `load_exact` needs; `jobs` are the exact states of the workers' jobs."""
+        """Returns the states for `load_exact`; `jobs` are the exact states of the workers' jobs."""
         return [record.take_exact(job.begins_episodes) for record, job in zip(self, jobs, strict=True)]
 
     def load_exact(self, states: Sequence[Mapping[str, Any]], behind: int) -> None:

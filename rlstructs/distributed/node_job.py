@@ -176,7 +176,7 @@ class NodeEngine(Engine):
         return Rounds(self._supervisor, self._transport.blocks, *arguments)
 
     def forget_rollout(self) -> None:
-        """Does not look at the slots of the last rollout again: a load, or the end, follows."""
+        """Leaves the slots of the last rollout alone: a load, or the end, follows."""
         self._release = lambda: None
 
     def take_new_episodes(self) -> list[int]:
@@ -259,7 +259,7 @@ class NodeJob:
             return NodeReply(running, self._states, self._version, gathered, rollout, columns)
 
     def cut(self, number: int) -> None:
-        """See `NodeEngine.cut`."""
+        """Ends rollouts below this number after their current step, from another thread."""
         self._engine.cut(number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
@@ -275,7 +275,7 @@ class NodeJob:
             self._engine.all_ended = False
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """See `RolloutJob.apply`."""
+        """Calls a function with the job and these arguments, which it may bring to another state."""
         if self.error is not None:
             raise self.error
         return function(self, *args)
@@ -384,12 +384,12 @@ class NodeState(NamedTuple):
 
     @staticmethod
     def take(job: NodeJob, best: bool) -> NodeState:
-        """See `JobState.take`."""
+        """Takes the state of a job, which calls this by its `apply`; see `JobState.take`."""
         return job.take_exact(best)
 
     @staticmethod
     def load(job: NodeJob, state: NodeState, seed: int) -> None:
-        """See `JobState.load`; each worker has a seed of its own, so that `seed` is not used."""
+        """Brings a job to a state; each worker has a seed of its own, so that `seed` is not used."""
         job.load_exact(state)
 
     @property
