@@ -136,10 +136,6 @@ class Buffer(Stored):
     def _view(self) -> View:
         return self._storage.view()
 
-    def _hand_over(self, arrays: Mapping[str, Any]) -> Any:
-        """Converts private arrays to a batch of this buffer's framework."""
-        return self._export(arrays, self._specs)
-
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`.
 

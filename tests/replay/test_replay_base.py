@@ -292,7 +292,7 @@ def test_samples_leave_as_arrays_of_the_framework(framework):
         "half": torch.full((1, 1), 1.5, dtype=torch.bfloat16),
     })  # fmt: skip
     arrays = dict(zip(buffer._specs, buffer._storage.gather(list(buffer._specs), np.array([0, 0])), strict=True))
-    batch = buffer._hand_over(arrays)
+    batch = buffer._export(arrays, buffer._specs)
     assert type(batch) is (DictTensor if framework == "torch" else ArrayDict)
     module = "numpy" if framework == "numpy" else {"torch": "torch", "jax": "jaxlib", "warp": "warp"}[framework]
     for name, expected in (("obs/x", [[1, 2], [1, 2]]), ("n", [7, 7]), ("ok", [True, True]), ("half", [1.5, 1.5])):
@@ -305,7 +305,7 @@ def test_samples_leave_as_arrays_of_the_framework(framework):
 def test_integers_that_do_not_fit_jax_are_an_error():
     buffer = Buffer(1, 4, seed=0, framework="jax")
     with pytest.raises(SpecError, match="'n' holds values that do not fit"):
-        buffer._hand_over({"n": np.array([2**40])})
+        buffer._export({"n": np.array([2**40])}, buffer._specs)
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,8 @@ class ChunkReplayBuffer(Buffer):
             return None
         select = partial(self._select, length=length, mode=sampling_mode)
         picked, arrays = self._storage.sample(n, select, self._read)
-        return ChunkBatch(self._hand_over(arrays), self._export({"indices": picked.rows, **picked.fields}, {}))
+        data = self._export(arrays, self._storage.columns.specs)
+        return ChunkBatch(data, self._export({"indices": picked.rows, **picked.fields}, {}))
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
         """Sets the priorities of rows; of equal indices the last counts.
@@ -317,7 +318,7 @@ class ChunkReplayBuffer(Buffer):
         return picked
 
     def _read(self, picked: Selection) -> dict[str, Any]:
-        return self._reading.read(self._storage, picked.view, list(self._specs), picked.rows)
+        return self._reading.read(self._storage, picked.view, list(self._storage.columns.specs), picked.rows)
 
     # Files and copies
 

@@ -114,11 +114,6 @@ class Options:
                 f"got {self.new_keys!r} and {self.missing_keys!r}"
             )
 
-    @property
-    def reading(self) -> Reading:
-        """The settings for reading samples."""
-        return reading_of(self.n_step, self.gamma, self.stack_num)
-
 
 @lru_cache
 def reading_of(n_step: int = 1, gamma: float = 0.99, stack_num: int = 1) -> Reading:

@@ -248,7 +248,8 @@ class Reader:
 
     def read(self, rows: AnyView, frames: np.ndarray) -> dict[str, Any]:
         """Reads a sample of the rows whose stacks are these."""
-        reading, table = self.options.reading, self.table
+        options, table = self.options, self.table
+        reading = reading_of(options.n_step, options.gamma, options.stack_num)
         stacks = frames if reading.stack_num > 1 else None
         return read_sources(rows, table.gather, table.columns, table.sources, frames[:, -1], reading, stacks)
 

@@ -187,9 +187,11 @@ class Sampling:
             StateError: there is none.
         """
         own = self._parts.batch_size
-        if given is None and own is None:
+        if given is not None:
+            return check_count("batch_size", given, 0)
+        if own is None:
             raise StateError("batch_size not specified: give one to the constructor or to sample")
-        return check_count("batch_size", own if given is None else given, 0)
+        return own
 
     def make(self, n: int, with_info: bool = True, in_pass: bool = False) -> Made | None:
         """A batch of n rows, and what is known of them; None at the end of a pass, if `in_pass`."""
@@ -239,8 +241,9 @@ class Sampling:
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
         if not parts.store.view().total:
             raise EmptyBufferError("Cannot sample from an empty storage.")
-        if absent := sorted(set(parts.reading.stack_keys or ()) - parts.specs.keys()):
-            raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(parts.specs)}")
+        specs = parts.store.columns.specs
+        if absent := sorted(set(parts.reading.stack_keys or ()) - specs.keys()):
+            raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(specs)}")
         if not parts.marks.are_known and (parts.sampler.needs_episodes or not parts.reading.is_plain):
             keys = "no terminated, truncated or done, and no end_key or traj_key"
             raise SpecError(f"nothing says where episodes end: {keys}")
@@ -297,7 +300,7 @@ class Draws:
         self._rng = parts.stream.generator
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
         self.sampler, self._transform = parts.sampler, parts.transform
-        self._specs, self._axes, self._export = parts.specs, parts.axes, parts.export
+        self._specs, self._axes, self._export = parts.store.columns.specs, parts.axes, parts.export
         # Whether each draw is one row of a batch.
         self._is_flat = type(parts.sampler).flat is Sampler.flat
 
@@ -338,10 +341,11 @@ class Draws:
         if with_info and self._collate_fn is None:
             batch = self._export(values | known, specs)
             info = Known((name, batch[name]) for name in known)
-            batch = tensordicts.restore_form(batch, axes)
+            batch = batch if axes is None else tensordicts.restore_form(batch, axes)
         else:
             info = Known(self._export(known, specs).items())
-            batch = tensordicts.restore_form(self._export(values, specs), axes)
+            batch = self._export(values, specs)
+            batch = batch if axes is None else tensordicts.restore_form(batch, axes)
             if self._collate_fn is not None:
                 batch = self._collate_fn(batch)
                 if not is_mapping(batch):

@@ -28,9 +28,10 @@ def read(parts: Assembly, index: Any, transform: Compose) -> Any:
         rows = _find_rows(parts.store, index)
         ids = np.atleast_1d(rows)
         arrays = _gather(parts.store, list(parts.specs), ids)
-        if parts.axes is not None and parts.export.framework == "torch":  # torchrl's buffer has it as a column
+        is_torch = parts.export.framework == "torch"
+        if parts.axes is not None and is_torch:  # torchrl's buffer has it as a column
             arrays[INDEX] = ids.copy()
-        if not rows.ndim and parts.axes is not None and not len(transform):
+        if not rows.ndim and (parts.axes is not None or is_torch) and not len(transform):
             return parts.hand_over({name: array[0, ...] for name, array in arrays.items()}, 0)
         batch = parts.hand_over(arrays, max(rows.ndim, 1))
     batch = transform(batch) if len(transform) else batch
