@@ -169,7 +169,7 @@ class _MaskedDraws:
     def _read(self, observation: DictTensor) -> torch.Tensor:
         """The mask of all entries of the action, (B, n)."""
         if self._key not in observation:
-            raise MissingKeyError(f"{self._what} is no key of the observation, which has {[*observation.keys()]}")
+            raise MissingKeyError(f"{self._what} is not a key of the observation, which has {[*observation.keys()]}")
         mask = observation[self._key]
         if math.prod(mask.shape[1:]) != self._n:
             shape = tuple(mask.shape[1:])

@@ -218,7 +218,7 @@ ENVIRONMENTS = {
     "no environments": (changed(n_envs=lambda self: 0), r"^Broken.n_envs must be an int of at least 1, got 0$"),
     "a float of environments": (changed(n_envs=lambda self: 3.0), r"^Broken.n_envs must be an int .*, got 3.0$"),
     "more and more environments": (CountsUp, r"^CountsUp.n_envs was 3, and is \d after reset$"),
-    "no close": (changed(close=None), r"^Broken is no VecEnv: it has no method close\(\)$"),
+    "no close": (changed(close=None), r"^Broken is not a VecEnv: it has no method close\(\)$"),
     "a reset without env_info": (changed(reset=lambda self: None), r"^Broken.reset must take env_info, a DictTensor"),
     "a reset of the observation alone": (
         begins_with(DictTensor()), r"^Broken.reset must be a pair of observation and running, got DictTensor$"

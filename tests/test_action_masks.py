@@ -111,7 +111,9 @@ def test_where_an_episode_has_ended_nothing_need_be_allowed():
 
 def test_a_missing_key_is_named_with_those_that_are_there():
     agent, observation = RandomAgent(spaces.Discrete(2), mask="other"), DictTensor({"mask": torch.ones(1, 2)})
-    with pytest.raises(MissingKeyError, match=r"the mask 'other' is no key of the observation, which has \['mask'\]$"):
+    with pytest.raises(
+        MissingKeyError, match=r"the mask 'other' is not a key of the observation, which has \['mask'\]$"
+    ):
         agent(DictTensor(), observation, DictTensor())
 
 

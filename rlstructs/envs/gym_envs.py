@@ -122,7 +122,7 @@ def find_observation_space(env: gymnasium.Env[Any, Any], seed: int) -> gymnasium
     if not hasattr(observation, "shape") or (space := space_of_array(as_numpy(observation))) is None:
         raise SpecError(
             "envs: number 0 has no observation_space, which says what keys, dtypes and shapes there are, and its first "
-            f"observation is no array of numbers, but {type(observation).__name__}"
+            f"observation is not an array of numbers, but {type(observation).__name__}"
         )
     return space
 

@@ -150,7 +150,7 @@ class _Archive:
             return ""
         dtype, shape = self.spec_of(HEADER)
         if dtype != np.uint8:
-            raise ValueError("its header is not ours")
+            raise ValueError("it has no header of rlstructs")
         self._verify(self._members[HEADER])
         text = np.empty(shape, np.uint8)
         self.read_into(HEADER, text)

@@ -257,7 +257,7 @@ class ReadFile:
     def readinto(self, data: memoryview) -> int:
         done, self._n_left = 0, self._n_left - 1
         if self._n_left < 0:
-            raise OSError("its tables lead in circles")
+            raise OSError("its tables refer to each other in a circle")
         while done < len(data) and (n := self._file.readinto(data[done:])):  # type: ignore[attr-defined]
             done += n
         return done
@@ -357,7 +357,7 @@ def read_checksum(dataset: Any, attribute: str) -> int | None:
     found = h5a.open(dataset.id, name)
     kind, extent = found.get_type(), found.get_space().get_simple_extent_type()
     if kind.get_class() != h5t.INTEGER or kind.get_size() != 4 or extent != h5s.SCALAR:  # before it is read into memory
-        raise ValueError(f"{dataset.name!r}: its checksum is no number of 32 bits")
+        raise ValueError(f"{dataset.name!r}: its checksum is not a number of 32 bits")
     value = np.zeros((), np.uint32)
     found.read(value)
     return int(value)

@@ -154,7 +154,7 @@ def open_reader(
 
 def _read_header(reader: Reader) -> dict[str, Any]:
     if not reader.text:
-        raise ValueError("its header is not ours")
+        raise ValueError("it has no header of rlstructs")
     header = _check_header(json_text.parse(reader.text))
     for name, spec in header["arrays"].items():
         dtype, shape = reader.spec_of(name)
@@ -176,7 +176,7 @@ def _tensor(reader: Reader, name: str, spec: Mapping[str, Any]) -> torch.Tensor:
 
 def _check_header(header: Any) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError("its header is not ours")
+        raise ValueError("it has no header of rlstructs")
     if header.get("version") != VERSION:
         raise ValueError(f"version {clean_text(header.get('version'))}, this program reads version {VERSION}")
     if not isinstance(header.get("class"), str) or not isinstance(header.get("arrays"), dict):

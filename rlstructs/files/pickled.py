@@ -172,7 +172,7 @@ class Unpickler:
 
     def _check_top(self) -> None:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise ValueError("its pickle takes a value that is not there")
+            raise ValueError("its pickle reads from an empty stack")
 
     def _pop(self) -> Any:
         self._check_top()
@@ -180,7 +180,7 @@ class Unpickler:
 
     def _pop_to_mark(self) -> list[Any]:
         if not self._marks:
-            raise ValueError("its pickle takes a value that is not there")
+            raise ValueError("its pickle reads from an empty stack")
         at = self._marks.pop()
         taken = self._stack[at:]
         del self._stack[at:]
@@ -237,7 +237,7 @@ class Unpickler:
     def _get(self, form: str) -> None:
         at = self._take_number(form)
         if at >= len(self._memo):
-            raise ValueError("its pickle takes a value that is not there")
+            raise ValueError("its pickle reads a memo that it has not written")
         self._push(self._memo[at])
 
     def _persistent(self) -> None:

@@ -260,7 +260,7 @@ class SegmentReader:
         self.state, self.cut = state["own"], dict[str, _CutArray]()
         for group, known in state["groups"].items():
             if not (group.replace("_", "").isalnum() and group.isascii()):  # it is part of file names
-                raise ValueError(f"{group!r} is no group of arrays")
+                raise ValueError(f"{group!r} is not a group of arrays")
             per_file, n_slots = _count(known["per_file"], 1), _count(known["n_slots"], 0)
             for name, (dtype, _, shape, axis) in known["arrays"].items():
                 cut_shape = [_count(n, 0) for n in shape]
@@ -344,7 +344,7 @@ class SegmentReader:
 
 def _count(value: Any, least: int) -> int:
     if type(value) is not int or value < least:
-        raise ValueError(f"{clean_text(repr(value))} is no size")
+        raise ValueError(f"{clean_text(repr(value))} is not a size")
     return value
 
 

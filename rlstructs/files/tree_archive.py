@@ -94,10 +94,10 @@ class TreeUnpickler(Unpickler):
     def _set(self, pairs: list[Any]) -> None:
         target = self._pop()
         if type(target) not in (dict, OrderedDict):
-            raise ValueError("it holds a key of what is no dictionary")
+            raise ValueError("it sets a key of something that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             if type(key) not in (str, int, float, bool) or key in target:
-                raise ValueError("it holds a key that is no text or number, or a key twice")
+                raise ValueError("it holds a key that is not a text or number, or a key twice")
             target[key] = value
         self._push(target)
 
@@ -105,7 +105,7 @@ class TreeUnpickler(Unpickler):
         taken = values(self)
         target = self._pop()
         if type(target) is not list:
-            raise ValueError("it appends to what is no list")
+            raise ValueError("it appends to something that is not a list")
         target += taken if values is Unpickler._pop_to_mark else [taken]
         self._push(target)
 

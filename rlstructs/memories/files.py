@@ -87,5 +87,5 @@ def _load_csv(memory: Memory, path: Path) -> None:
     except Exception as error:  # parsers may raise anything for arbitrary text
         if is_of_system(error):
             raise
-        alone = f"without it this is no file of skrl's either: {clean_text(error)}"
+        alone = f"without it this is not a file of skrl's either: {clean_text(error)}"
         raise FileNotFoundError(f"{beside}: no such file; {alone}") from error

@@ -153,7 +153,7 @@ def _check_vec_env(env: Any, name: str) -> VecEnv:
     for method in ("n_envs", "reset", "step", "close"):
         if not callable(getattr(env, method, None)):
             hint = ", put it into a GymVectorEnv" if hasattr(env, "single_action_space") else ""
-            raise TypeError(f"{name} is no VecEnv: it has no method {method}(){hint}")
+            raise TypeError(f"{name} is not a VecEnv: it has no method {method}(){hint}")
     try:
         inspect.signature(env.reset).bind(None)
     except TypeError:

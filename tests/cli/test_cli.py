@@ -261,7 +261,7 @@ def test_a_masked_environment_is_collected_with_actions_that_it_allows(run, tmp_
     steps = Trajectories.load(out).trajectories
     assert (steps["observation/action_mask"].gather(-1, steps["action/action"][..., None]) == 1).all()
     code, _, stderr = run(*command, "--action-mask", "mask")
-    assert code == 2 and "RandomAgent: the mask 'mask' is no key of the observation, which has [" in stderr
+    assert code == 2 and "RandomAgent: the mask 'mask' is not a key of the observation, which has [" in stderr
     code, _, stderr = run(*command)
     assert code == 2 and "is forbidden" in stderr
 

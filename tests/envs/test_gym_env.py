@@ -781,7 +781,7 @@ def test_a_first_observation_that_is_an_array_stands_for_the_space(cls, name):
 
 @pytest.mark.parametrize("value", [{"a": np.zeros(2)}, (np.zeros(2),), 3, "text", np.array(["text"]), None], ids=repr)
 def test_a_first_observation_that_is_no_array_does_not(value):
-    message = "^envs: number 0 has no observation_space, .* and its first observation is no array of numbers, but"
+    message = "^envs: number 0 has no observation_space, .* and its first observation is not an array of numbers, but"
     with pytest.raises(SpecError, match=message):
         GymEnv([Bare(value)], 0)
 

@@ -251,7 +251,7 @@ def test_a_file_calls_no_constructor_with_arguments_that_are_none_of_ours(tmp_pa
     Logged(7).save_hdf5(path)
     Logged.opened.clear()
     rewritten(path, state={"own.settings.log": "/etc/passwd"})
-    refused(Logged.load_hdf5, path, "has a setting 'log', which is none of ours")
+    refused(Logged.load_hdf5, path, "has an unknown setting 'log'")
     assert Logged.opened == []
 
 

@@ -160,7 +160,7 @@ def test_infos_of_every_kind_are_in_files_pickles_and_copies(kind, suffix, tmp_p
 UNFIT = {
     "a lock": (THING, "holds a _thread.lock"),
     "a lock in a list": ([1, [THING]], "holds a _thread.lock"),
-    "a key": ({1: 2}, "holds a dict with the key 1, which is no string"),
+    "a key": ({1: 2}, "holds a dict with the key 1, which is not a string"),
     "dates": (np.zeros(2, "M8[s]"), r"holds an array of datetime64\[s\]"),
 }
 

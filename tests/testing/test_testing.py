@@ -260,9 +260,9 @@ def test_factories_have_to_travel_and_to_take_a_seed():
         check_env(3)
     with pytest.raises(SpecError, match=r"^check_env: env_args are for what makes an environment, got one \(Walk\)$"):
         check_env(Walk(), {"n_envs": 3})
-    with pytest.raises(TypeError, match=r"^dict is no VecEnv: it has no method n_envs\(\)$"):
+    with pytest.raises(TypeError, match=r"^dict is not a VecEnv: it has no method n_envs\(\)$"):
         check_env(lambda seed: {})
-    with pytest.raises(TypeError, match=r"^SyncVectorEnv is no VecEnv: .* n_envs\(\), put it into a GymVectorEnv$"):
+    with pytest.raises(TypeError, match=r"^SyncVectorEnv is not a VecEnv: .* n_envs\(\), put it into a GymVectorEnv$"):
         check_env(SyncVectorEnv([Gym]))
     with pytest.raises(TypeError, match="unexpected keyword argument 'n_envs'"):
         check_env(gymnasium.make, {"id": "CartPole-v1", "n_envs": 2})

@@ -37,8 +37,8 @@ def from_minari(dataset: minari.MinariDataset | str, info_keys: Sequence[str] = 
         `add_trajectories` puts one episode behind the other.
 
     Raises:
-        SpecError: the dataset has no episode, a space is not supported, an info is no array of numbers, or the arrays
-            of an episode do not fit each other, or its spaces; the message names the episode.
+        SpecError: the dataset has no episode, a space is not supported, an info is not an array of numbers, or the
+            arrays of an episode do not fit each other, or its spaces; the message names the episode.
         MissingKeyError: an episode has no such info.
     """
     [batch] = _read(dataset, None, info_keys)

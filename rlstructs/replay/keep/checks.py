@@ -112,7 +112,7 @@ def row_shape(name: str, value: Any) -> tuple[int, ...]:
         ValueError: it is invalid.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MOST_AXES - 2:
-        raise ValueError(f"{name!r} has the shape {clean_text(repr(value))}, which is none")
+        raise ValueError(f"{name!r}: expected a shape, got {clean_text(repr(value))}")
     shape = tuple(whole(f"an axis of {name!r}", n) for n in value)
     if math.prod(n for n in shape if n) > MOST:
         raise ValueError(f"{name!r} has the shape {shape}, which no array has")
@@ -138,9 +138,9 @@ def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
     ring = Ring(counters, capacity)
     base, reserved, head = counters
     if not ((base >= 0) & (base <= head) & (head <= reserved) & (reserved <= MOST // n_lanes)).all():
-        raise ValueError("its counters make no sense")
+        raise ValueError("expected counters with 0 <= base <= head <= reserved")
     if (reserved - head > capacity).any():
-        raise ValueError(f"its counters make no sense: more than {capacity} rows are being written")
+        raise ValueError(f"expected at most {capacity} rows that are being written, got {(reserved - head).max()}")
     return ring
 
 
@@ -173,7 +173,7 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
     was_killed = ring.reserved[lanes] > head
     fits &= has_next | ends | (length == 0) | was_killed
     if not fits.all():
-        raise ValueError("its episodes make no sense")
+        raise ValueError("the steps and lengths of its episodes contradict each other")
 
 
 def _is_plain(time: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -200,13 +200,13 @@ def check_slots(n_slots: int, ring: Ring) -> None:
     first, stop = ring.oldest() % ring.capacity, ring.reserved - ring.base
     in_front = (ring.base % ring.capacity == 0) & (stop <= n_slots) & (first < ring.capacity)
     if n_slots < ring.capacity and not (in_front | ~used).all():
-        raise ValueError(f"it holds {n_slots} rows of each lane, its counters say more")
+        raise ValueError(f"it holds {n_slots} rows of each lane, fewer than its counters claim")
 
 
 def check_aligned(ring: Ring) -> None:
     """Raises ValueError unless the rows of each lane began in its first slot."""
     if (ring.base % ring.capacity).any():
-        raise ValueError("its counters make no sense: its rows begin in the middle of a lane")
+        raise ValueError("expected rows that begin in the first slot of their lane")
 
 
 def generator_in(state: Any) -> np.random.Generator:

@@ -228,7 +228,7 @@ def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
             if name in SIZES:
                 whole(f"the setting {name!r}", value, 0, max(n_rows, MOST_READ if name in READ_AT_ONCE else 0))
             elif name not in SETTINGS:  # a user's class might accept it
-                raise FileError(f"{path}: has a setting {name!r}, which is none of ours")
+                raise FileError(f"{path}: has an unknown setting {name!r}")
 
 
 def load(buffer: Stored, path: Path, suffix: str | None = None) -> None:
@@ -284,7 +284,7 @@ def _restorer(
     claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
     check_slots(n_slots, claims.ring)
     if not specs and len(claims.ring):
-        raise ValueError(f"it has {len(claims.ring)} rows of no column")
+        raise ValueError(f"it has {len(claims.ring)} rows, but no column")
     episodes = claims.by_lane(arrays.read(EPISODES)) if EPISODES in arrays.specs else None
     if episodes is not None:
         check_episodes(episodes, claims.ring)

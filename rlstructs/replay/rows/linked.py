@@ -344,12 +344,11 @@ def check_link(
     """
     at, newest = arrays["at"], arrays["newest"]
     fit = at.shape[1:] == (2,) and newest.shape == (shape[0], *spec.shape)
-    if not (fit and values == (spec.dtype, (len(at), *spec.shape)) and at.dtype.kind == "i"):
-        raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
-    if newest.dtype != spec.dtype:
-        raise ValueError(f"what belongs to {name!r} has other shapes or dtypes")
+    fit &= values == (spec.dtype, (len(at), *spec.shape)) and at.dtype.kind == "i" and newest.dtype == spec.dtype
+    if not fit:
+        raise ValueError(f"the arrays of {name!r} have other shapes or dtypes")
     if at.size and not ((at >= 0) & (at < shape)).all():
-        raise ValueError(f"{name!r} has rows that there are not")
+        raise ValueError(f"{name!r} refers to rows outside the store")
 
 
 def fill_unlinked(

@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
         return {"tuple": [_plain(each) for each in value]}
     if kind is dict:
         if wrong := [key for key in value if type(key) is not str]:
-            raise _Unfit(f"a dict with the key {wrong[0]!r}, which is no string")
+            raise _Unfit(f"a dict with the key {wrong[0]!r}, which is not a string")
         return {"dict": {key: _plain(each) for key, each in value.items()}}
     if kind is complex:
         return {"complex": [value.real, value.imag]}

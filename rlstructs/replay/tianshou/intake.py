@@ -346,7 +346,7 @@ class TransitionIntake(Intake):
         shapes &= REW not in claims.specs or returns.shape[1:] in ((), claims.specs[REW].shape)
         shapes &= returns.dtype == np.float64 and lengths.dtype == np.int64
         if not shapes or not ((lengths >= 0) & (lengths <= MOST)).all():
-            raise ValueError("its returns and lengths of episodes are not what they can be")
+            raise ValueError("its returns and lengths of episodes have wrong shapes, dtypes or values")
 
         def restore() -> None:
             running.returns, running.lengths = returns, lengths

@@ -123,7 +123,7 @@ def check_specs(specs: Mapping[str, Spec], taken: Iterable[str]) -> None:
     wrong += [name for name in FLAGS if specs[name].dtype != np.bool_ or specs[name].shape]
     wrong += [REW] * (specs[REW].dtype.kind not in "biuf")
     if wrong:
-        raise ValueError(f"column {wrong[0]!r} is {specs[wrong[0]]}, which it cannot be here")
+        raise ValueError(f"column {wrong[0]!r} is {specs[wrong[0]]}, which a transition cannot have")
 
 
 def check_required(names: Iterable[str]) -> None:

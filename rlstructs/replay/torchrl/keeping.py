@@ -70,7 +70,7 @@ class TensorReader:
         self._arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
         for name, array in self._arrays.items():
             if type(name) is not str or array.dtype.name not in DTYPES:
-                raise ValueError(f"{name!r} is no tensor that a buffer has")
+                raise ValueError(f"{name!r} is not a tensor that a buffer has")
             if array.dtype == np.bool_ and np.ascontiguousarray(array).view(np.uint8).max(initial=0) > 1:
                 raise ValueError(f"{name!r} holds bools that are neither true nor false")
 

@@ -78,7 +78,7 @@ def check_neutral(owner: str, given: Mapping[str, Any], neutral: Mapping[str, An
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
         wanted = neutral[name]
         if wanted is not ANY and value is not None and (wanted is None or value != wanted):
-            raise SpecError(f"{owner}: {name} must be {wanted!r}, got {value!r}; there is no such thing here")
+            raise SpecError(f"{owner}: {name} must be {wanted!r}, got {value!r}; other values are not supported")
 
 
 def join_key(key: Any) -> str:
