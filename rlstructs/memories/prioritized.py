@@ -9,7 +9,8 @@ import numpy as np
 
 from rlstructs.errors import SpecError
 from rlstructs.memories.sampling import RandomMemory
-from rlstructs.replay.draw.plan import Picker, Selection
+from rlstructs.replay.draw.packed import PackedWindows
+from rlstructs.replay.draw.plan import Picker, Selection, Windows
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.keep.checks import Claims, whole
 
@@ -57,7 +58,7 @@ class PrioritizedMemory(RandomMemory):
         """Bytes of memory once rows have been written, priorities included."""
         return super().nbytes + Priorities.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
-    def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> list[list[Any]]:
+    def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> Any:
         beta = exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
         batches = super().sample(names, *sizes, **settings)
         self._beta, self.n_samples = beta, self.n_samples + 1
@@ -118,9 +119,9 @@ class PrioritizedMemory(RandomMemory):
     def _picker(self) -> Picker:
         return self._priorities
 
-    def _select(self, n: int, length: int, ends: str) -> Selection:
+    def _select(self, n: int, windows: Windows | PackedWindows) -> Selection:
         with self._priorities.lock:
-            picked = super()._select(n, length, ends)
+            picked = super()._select(n, windows)
             self._smallest = self._priorities.tree.minimum
             self._priorities.drawn.remember(picked.view, picked.rows)
         return picked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
+from rlstructs.replay.draw.packed import ANCHOR, PackedWindows
 from rlstructs.replay.draw.plan import CROSS_ENDS, EPISODE_ENDS, Picker, Selection, Uniform, Windows
 from rlstructs.replay.draw.reading import Reading
+from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.store import Storage
 
 NO_NAME = ""  # no tensor has it
@@ -59,7 +61,11 @@ class RandomMemory(memory.Memory):
         n_step: int = 1,
         gamma: float = 0.99,
         episode_ends: str = "cross",
-    ) -> list[list[Any]]:
+        packed: bool = False,
+        max_steps: int | None = None,
+        context: int = 0,
+        states: Mapping[str, str] | None = None,
+    ) -> Any:
         """Draws rows at random and returns copies.
 
         Args:
@@ -73,6 +79,13 @@ class RandomMemory(memory.Memory):
             gamma: the discount per step.
             episode_ends: whether sequences "cross" the ends of episodes, are masked after them ("mask", see
                 `get_sampling_mask`), or "never" contain one.
+            packed: whether to return a `PackedTrajectories` of windows of one episode each, which may be shorter than
+                `sequence_length`; memories of jax and warp return its `jax()` and `warp()`. `get_sampling_indexes` has
+                the first row of each that counts.
+            max_steps: size of the pack, which is filled up; windows that have no room are left out. None for no limit.
+            context: how many rows in front of a window come with it, as far as its episode has them, and do not count.
+            states: part of the agent's state -> the tensor that has it before each step; the pack's `state` is that of
+                the first row of each window.
 
         Returns:
             For each mini-batch a list of tensors `(rows, *data)`, in the order of `names`.
@@ -80,13 +93,17 @@ class RandomMemory(memory.Memory):
         Raises:
             SpecError: an argument is invalid, or there is nothing to draw.
         """
+        if packed or max_steps is not None or context or states:
+            _check_packed(packed, mini_batches, episode_ends)
+            windows = PackedWindows.of(max(1, sequence_length), context, max_steps, states, n_step)
+            return self._sample_packed(names, batch_size, windows)
         names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
         settings = sequence_length, n_step, gamma, episode_ends
         length = 1 if type(gamma) is float and settings == USUAL else _check_length(storage, *settings)
         picked, arrays = storage.sample(
             n,
-            lambda count: self._select(count, length, episode_ends),
+            lambda count: self._select(count, Windows(length, episode_ends)),
             lambda chosen: _read_windows(storage, chosen, known, n_step, gamma),
         )
         self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
@@ -125,8 +142,37 @@ class RandomMemory(memory.Memory):
     def _picker(self) -> Picker:
         return self._uniform
 
-    def _select(self, n: int, length: int, ends: str) -> Selection:
-        return Windows(length, ends).select(self._storage, self._picker, n, self._stream.generator)
+    def _select(self, n: int, windows: Windows | PackedWindows) -> Selection:
+        return windows.select(self._storage, self._picker, n, self._stream.generator)
+
+    def _sample_packed(self, names: Sequence[str], batch_size: int, windows: PackedWindows) -> Any:
+        _, known = self._tensors.check_names(names, self.strict)
+        n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
+        if storage.episodes is None:
+            raise StateError(NO_ENDS_ERROR)
+        read = list(dict.fromkeys([*known, *windows.states.values()]))
+        for column in windows.states.values():
+            self._tensors.check_known(column)
+        picked, arrays = storage.sample(
+            n, lambda count: self._select(count, windows), lambda chosen: storage.columns.gather(read, chosen.rows)
+        )
+        steps = Exporter("torch")(dict(zip(read, arrays, strict=True)), storage.columns.specs)
+        self._last, pack = windows.pack(picked, dict(steps.items()))
+        self.sampling_indexes = self.framework.as_indexes(self._last.fields[ANCHOR])
+        self._discounts = 1.0
+        pack = pack.get(known)
+        library = type(self.framework).__name__.lower()
+        return pack.to(self.device) if library == "torch" else getattr(pack, library)()
+
+
+def _check_packed(packed: bool, mini_batches: int, episode_ends: str) -> None:
+    """Checks the arguments of `RandomMemory.sample` that go with packs."""
+    if not packed:
+        raise SpecError("max_steps, context and states are for packs: set packed=True")
+    if mini_batches != 1 or episode_ends != CROSS_ENDS:
+        raise SpecError(
+            "packed: draws one batch of windows that end with their episodes; leave mini_batches and episode_ends out"
+        )
 
 
 def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: float, episode_ends: str) -> int:
