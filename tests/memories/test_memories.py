@@ -1506,6 +1506,14 @@ def test_missing_tensors_get_the_dtype_of_the_trajectories(kind, name):  # R31
     assert host(x).tolist() == values.reshape(4, 3).tolist()
 
 
+@pytest.mark.parametrize("name", ["int64", "float32", "bfloat16"])
+def test_padding_of_a_new_tensor_is_not_converted(kind, name):  # jax stores int64 as int32
+    memory = make(kind, 4, 2)
+    values = torch.tensor([[5, 6], [7, 2**62]]).to(getattr(torch, name))
+    memory.add_trajectories(trajectories([2, 1], [0, 1], x=values), {"x": "x"})
+    assert every(memory, "x", sequence_length=2) == [[[5, 6, 7]]]
+
+
 def test_only_new_tensors_are_compared_with_free_memory():
     memory, batch, asked = make("torch", 4, 2), trajectories([2, 2], [0, 1], x=grid(2, 2)), []
     for _ in range(2):
