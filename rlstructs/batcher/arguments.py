@@ -15,7 +15,7 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import MODULE_HINT, check_count, check_timeout, warn_caller
-from rlstructs.envs.env_lives import check_policy
+from rlstructs.envs.env_list import check_policy
 from rlstructs.errors import SpecError
 from rlstructs.seeding import EnvSeed, check_seeds
 from rlstructs.shared.module_state import copy_plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,31 +10,22 @@ import numpy as np
 import torch
 
 from rlstructs.checks import other_words
-from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.env_infos import InfoColumns, InfoKeys
-from rlstructs.envs.env_lives import EnvLives, LivesRule
+from rlstructs.envs.env_list import EnvList, LivesRule
 from rlstructs.envs.gym_envs import check_envs, check_new, find_observation_space
 from rlstructs.envs.observation_columns import FLAGS, RowLayout
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, check_running, split_options, step_pairs
 from rlstructs.envs.spaces import copy_sample, example_value, nest
-from rlstructs.envs.stepping import (
-    NO_RESULT,
-    Episode,
-    SingleEnv,
-    add_origin,
-    explain_step_error,
-    read_reset,
-    reward_array,
-)
+from rlstructs.envs.stepping import Episode, LoggedEnv, SingleEnv, reward_array
 from rlstructs.envs.vec_env import NO_INFO
-from rlstructs.seeding import environment_seeds, next_stream
+from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 
 
 @set_module("rlstructs")
-class GymEnv(RowDefaults):
+class GymEnv(RowDefaults, EnvList):
     """gymnasium environments, stepped one after another; one that ends leaves the running set.
 
     An observation holds, with B rows:
@@ -96,30 +86,30 @@ class GymEnv(RowDefaults):
         episode_seeds: bool = False,
         clip_actions: bool = False,
     ) -> None:
-        self._envs = check_envs(envs)
+        envs = check_envs(envs)
         self._infos = InfoColumns(info_keys)
-        self._seeds: list[int] | None = environment_seeds(seed, len(self._envs))
-        self.observation_space = find_observation_space(self._envs[0], self._seeds[0])
-        self.action_space = self._envs[0].action_space
-        # The seeds of the streams; those of environments that were made anew and not yet reset; and whether every reset
-        # gets one, with the running episodes.
-        self._stream_seeds, self._new_seeds = list(self._seeds), dict[int, int]()
+        self._takes_all_infos = bool(self._infos)
+        self._seeds: list[int] | None = environment_seeds(seed, len(envs))
+        self._set_envs(envs, self._seeds)
+        self.observation_space = find_observation_space(envs[0], self._seeds[0])
+        self.action_space = envs[0].action_space
+        # Whether every reset gets a seed, and the running episodes are kept.
         self._has_episode_seeds = episode_seeds
-        self._episodes: list[Episode | None] = [None] * len(self._envs)
-        for env, value in zip(self._envs, self._seeds, strict=True):
+        self._episodes: list[Episode | None] = [None] * len(envs)
+        for env, value in zip(envs, self._seeds, strict=True):
             env.action_space.seed(value)
         layout = RowLayout(self.observation_space, self.action_space, keep_float64, self._infos, clip_actions)
         self._leaves, self._actions, self._last_actions = layout.leaves, layout.actions, layout.last_actions
-        self._after, self._fresh = layout.allocate(len(self._envs))
-        # Indexes of the running environments, None before the first reset; and the environments themselves.
+        self._after, self._fresh = layout.allocate(len(envs))
+        # Indexes of the running environments, None before the first reset; and the environments, as they are stepped.
         self._running: np.ndarray | None = None
-        self._running_envs: list[gymnasium.Env[Any, Any]] = []
-        self._options: list[dict[str, Any] | None] = [None] * len(self._envs)
-        self._flagged_rows: list[int] = []
-        # False until a step has shown that no two environments write observations into the same memory.
-        self._have_own_memory = False
-        # How often each was made anew; and those that have failed and have not begun an episode since.
-        self._lives, self._failed = EnvLives(len(self._envs)), list[int]()
+        self._running_envs: list[Any] = []
+        self._options: list[dict[str, Any] | None] = [None] * len(envs)
+        # Of the last step: the rows whose episodes ended; the first observations of those that were reset; the newest
+        # final observation, with its reward; and the rows that failed: whether in the reset that followed.
+        self._ended, self._shown, self._final = list[int](), list[Any](), (None, None)
+        self._gone: dict[int, bool] = {}
+        self._failed = list[int]()  # have failed and not begun an episode since
 
     def n_envs(self) -> int:
         """Number of environments, E."""
@@ -159,9 +149,7 @@ class GymEnv(RowDefaults):
         self._options = split_options(env_info, len(self._envs))
         seeds, episodes = self._seeds, list(self._episodes)
         try:
-            frames = [
-                self._copy(self._begin_one(k, None if seeds is None else seeds[k], k)) for k in range(len(self._envs))
-            ]
+            frames = [self._begin_episode(k, None if seeds is None else seeds[k], k) for k in range(len(self._envs))]
         except BaseException:
             self._episodes = episodes  # a reset after an interrupted one needs the same seeds
             raise
@@ -175,7 +163,7 @@ class GymEnv(RowDefaults):
         assert self._running is not None
         if which is None:
             which = np.setdiff1d(np.arange(len(self._envs)), self._running)
-        fresh = [self._copy(self._begin_one(k, None, row)) for row, k in enumerate(which.tolist())]
+        fresh = [self._begin_episode(k, None, row) for row, k in enumerate(which.tolist())]
         for k in which.tolist():
             self._new_seeds.pop(k, None)
         self._failed = [k for k in self._failed if k not in which]
@@ -196,142 +184,97 @@ class GymEnv(RowDefaults):
         """Steps, and returns rows of its own that stay valid until the next step."""
         running = check_running(self._running)
         actions, action_columns = self._actions.read(action, running.size)
-        frames, rewards, ended, uncopied = [], [], [], []
-        fresh: list[Any] = []
-        have_own_memory, infos, logs = self._have_own_memory, self._infos or None, self._has_episode_seeds
-        row, result = 0, NO_RESULT
-        gone: dict[int, bool] = {}  # whether the environment of a row has failed in the reset after the step
+        view, envs = self._after.view, self._running_envs
+        if self._ended or self._gone:
+            for row in self._ended:
+                for flag in FLAGS:
+                    view[flag][row] = False
+            self._ended, self._shown, self._gone = [], [], {}
+        if self._has_episode_seeds:
+            episodes = [self._episodes[k] for k in running.tolist()]
+            envs = [LoggedEnv(env, episode, self._copy) for env, episode in zip(envs, episodes, strict=True)]
         self._lives.n_steps += 1
-        steps = enumerate(zip(self._running_envs, actions, strict=True))
-        while True:  # more than once only where an environment fails: the others are stepped all the same
-            try:
-                for row, (env, env_action) in steps:
-                    result = env.step(copy.deepcopy(env_action) if logs else env_action)
-                    frame, reward, terminated, truncated, info = result
-                    if logs:
-                        self._log(int(running[row]), env_action, frame, reward)
-                    if infos is not None:  # before a reset changes it
-                        infos.write(self._after.view, row, info, int(running[row]))
-                    if not have_own_memory:  # another environment may write into the same array
-                        uncopied.append((frame, reward))
-                        frame, reward = self._copy(frame), copy_value(reward)
-                    if terminated or truncated:
-                        ended.append((row, bool(terminated), bool(truncated)))
-                        frame, reward = self._copy(frame), copy_value(reward)  # before a reset writes into them
-                        if self._autoreset:
-                            fresh.append(self._copy(self._reset_one(int(running[row]), None, len(fresh))))
-                    frames.append(frame)
-                    rewards.append(reward)
-                break
-            except Exception as error:
-                in_reset = bool(ended) and ended[-1][0] == row
-                self._explain_and_replace(int(running[row]), error, result, in_reset)
-                gone[row] = in_reset
-                frames.append(frame if in_reset else self._make_blank())
-                rewards.append(reward if in_reset else 0.0)
-        after = self._write(frames, running, rewards, ended, action_columns)
-        if not have_own_memory:
-            self._have_own_memory = not gone and self._find_own_memory(uncopied)
-        return self._end_step(after, running, ended, fresh, gone) if ended or gone else Step(after, NO_ROWS, None, None)
+        rewards: list[Any] = [None] * running.size
+        frames = self._step_envs(envs, actions, rewards)
+        after = self._after.fill(frames, running)
+        view["reward"][: running.size] = reward_array(rewards, running)
+        for key, leaf in self._last_actions.items():
+            view[key][: running.size] = action_columns[leaf.key]
+        return self._end_step(after, running) if self._ended or self._gone else Step(after, NO_ROWS, None, None)
 
-    def _end_step(
-        self,
-        after: Rows,
-        running: np.ndarray,
-        ended: list[tuple[int, bool, bool]],
-        fresh: list[Any],
-        gone: dict[int, bool],
-    ) -> Step:
+    def _end_step(self, after: Rows, running: np.ndarray) -> Step:
         """Ends a step in which episodes ended or environments failed: keeps those that run, and fills the fresh rows.
 
         Args:
             after: the rows after it.
             running: the environments that it has stepped.
-            ended: the rows whose episodes ended, with their flags.
-            fresh: first observations of those that were reset.
-            gone: rows of environments that failed: whether in the reset that followed, not in the step.
         """
-        rows = np.array([row for row, _, _ in ended], np.int64)
+        rows, gone = np.array(self._ended, np.int64), self._gone
         if not gone:  # as nearly always
             if self._autoreset:
-                return Step(after, rows, self._fresh.fill(fresh, rows), None)
+                return Step(after, rows, self._fresh.fill(self._shown, rows), None)
             leaving, failed, first = rows, NO_ROWS, None
         else:
             failed = np.array([row for row, in_reset in gone.items() if not in_reset], np.int64)
             unreset = np.array([row for row, in_reset in gone.items() if in_reset], np.int64)
             leaving = np.concatenate([failed, unreset if self._autoreset else rows])
             rows = np.setdiff1d(rows, unreset)
-            first = self._fresh.fill(fresh, rows) if self._autoreset and rows.size else None
+            first = self._fresh.fill(self._shown, rows) if self._autoreset and rows.size else None
         kept = np.delete(np.arange(running.size), leaving)
         self._set_running(running[kept])
         return Step(after, rows if self._autoreset else NO_ROWS, first, kept, failed=failed)
 
-    def close(self) -> None:
-        """Closes every environment, even if some raise; then raises the first error."""
-        errors = []
-        for k, env in enumerate(self._envs):
-            try:
-                env.close()
-            except Exception as error:
-                add_origin(error, "close", env, k)
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
     def _set_running(self, running: np.ndarray) -> None:
         self._running, self._running_envs = running, [self._envs[k] for k in running.tolist()]
 
-    def _find_own_memory(self, results: list[tuple[Any, Any]]) -> bool:
-        """Whether these observations and rewards, one pair for each environment, share no memory."""
-        frames, rewards = zip(*results, strict=True)
-        return not may_share_memory(rewards) and not any(
-            may_share_memory(map(leaf.pick, frames)) for leaf in self._leaves.values()
-        )
+    def _find_index(self, row: int) -> int:
+        assert self._running is not None
+        return int(self._running[row])
 
-    def _begin_one(self, k: int, seed: int | None, row: int) -> Any:
-        """Resets an environment, which is made anew if it fails."""
-        while True:
-            try:
-                return self._reset_one(k, seed, row)
-            except Exception as error:
-                self._replace(k, error, in_reset=True)
+    def _keep(self, row: int, observation: Any) -> Any:
+        return self._copy(observation)
 
-    def _explain_and_replace(self, k: int, error: Exception, result: Any, in_reset: bool) -> None:
-        """Makes environment k anew that has failed in a step, or in the reset after it; see `explain_step_error`."""
-        explain_step_error(error, result, self._envs[k], k, self._lives.name_step(k))
+    def _take_info(self, row: int, info: Any) -> None:
+        if self._infos:
+            self._infos.write(self._after.view, row, info, self._find_index(row))
+
+    def _end(self, row: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Any:
+        if self._infos:
+            self._take_info(row, info)
+        self._final = self._copy(observation), reward  # before a reset writes into it
+        self._ended.append(row)
+        view = self._after.view
+        view["done"][row], view["terminated"][row], view["truncated"][row] = True, bool(terminated), bool(truncated)
+        if self._autoreset:
+            self._shown.append(self._copy(self._start_episode(self._find_index(row), None, len(self._shown))))
+        return self._final[0]
+
+    def _fail(self, row: int, k: int, error: Exception) -> tuple[Any, Any]:
+        self._gone[row] = in_reset = self._ended[-1:] == [row]
         self._replace(k, error, in_reset)
+        blank = nest(self.observation_space, (example_value(leaf) for leaf in self._leaves.values()))
+        return self._final if in_reset else (blank, 0.0)
+
+    def _check_new(self, env: Any, k: int) -> None:
+        check_new(env, k, self._envs)
 
     def _replace(self, k: int, error: Exception, in_reset: bool) -> None:
-        """Makes environment k, which has raised this error, anew; raises an error if that is not wanted."""
-        env = self._lives.replace(k, self._envs[k], error, in_reset)
-        check_new(env, k, self._envs)
-        seed = next_stream(self._stream_seeds[k], self._lives.counts[k])
-        env.action_space.seed(seed)
-        self._envs[k], self._episodes[k], self._have_own_memory = env, None, False
-        self._stream_seeds[k] = self._new_seeds[k] = seed
+        super()._replace(k, error, in_reset)
+        self._envs[k].action_space.seed(self._stream_seeds[k])
+        self._episodes[k] = None
         self._failed.append(k)
 
-    def _make_blank(self) -> Any:
-        """An observation that stands for one that an environment has failed to give."""
-        return nest(self.observation_space, (example_value(leaf) for leaf in self._leaves.values()))
+    def _begin_episode(self, k: int, seed: int | None, row: int) -> Any:
+        """Resets environment k, which is made anew if it fails; returns a copy of its observation."""
+        return self._copy(self._begin(k, self._start_episode, seed, row)[0])
 
-    def _reset_one(self, k: int, seed: int | None, row: int) -> Any:
+    def _start_episode(self, k: int, seed: int | None, row: int) -> Any:
         """Resets environment k, writes its info to a row of the fresh ones, and returns its observation."""
-        options, seed = self._options[k], self._new_seeds.get(k, seed)
-        episode = None
+        episode, seed = None, self._new_seeds.get(k, seed)
         if self._has_episode_seeds:
-            episode = Episode.after(self._episodes[k], self._stream_seeds[k], options)
+            episode = Episode.after(self._episodes[k], self._stream_seeds[k], self._options[k])
             seed = episode.seed
-        arguments: dict[str, Any] = {} if seed is None else {"seed": seed}
-        if options is not None:
-            arguments["options"] = copy.deepcopy(options)  # the environment may change them
-        try:
-            result = self._envs[k].reset(**arguments)
-        except Exception as error:
-            add_origin(error, "reset", self._envs[k], k)
-            raise
-        observation, info = read_reset(result, self._envs[k], k)
-        self._lives.begin_episode(k)
+        observation, info = self._reset_one(k, seed, self._options[k])
         if self._infos:
             self._infos.write(self._fresh.view, row, info, k)
         if episode is not None:
@@ -339,39 +282,11 @@ class GymEnv(RowDefaults):
             self._episodes[k] = episode
         return observation
 
-    def _log(self, k: int, action: Any, frame: Any, reward: Any) -> None:
-        """Adds a step to the running episode of environment k."""
-        episode = self._episodes[k]
-        assert episode is not None
-        episode.actions.append(action)
-        episode.last = self._copy(frame), copy_value(reward)
-
     def _copy(self, observation: Any) -> Any:
         """Copies the entries of the space: the environment may write into the observation again."""
         if isinstance(observation, np.ndarray):
             return observation.copy()
         return copy_sample(self.observation_space, observation)
-
-    def _write(
-        self,
-        frames: list[Any],
-        running: np.ndarray,
-        rewards: list[Any],
-        ended: list[tuple[int, bool, bool]],
-        actions: dict[str, np.ndarray],
-    ) -> Rows:
-        after, view, n = self._after.fill(frames, running), self._after.view, len(frames)
-        view["reward"][:n] = reward_array(rewards, running)
-        for row in self._flagged_rows:
-            for flag in FLAGS:
-                view[flag][row] = False
-        self._flagged_rows = [row for row, _, _ in ended]
-        for row, terminated, truncated in ended:
-            view["done"][row] = True
-            view["terminated"][row], view["truncated"][row] = terminated, truncated
-        for key, leaf in self._last_actions.items():
-            view[key][:n] = actions[leaf.key]
-        return after
 
 
 @set_module("rlstructs")

@@ -15,7 +15,7 @@ from rlstructs.checks import other_words
 from rlstructs.envs.action_reader import Conversion, choose_conversion, keep_numpy
 from rlstructs.envs.array_values import as_numpy
 from rlstructs.envs.env_infos import InfoColumns, InfoKeys, final_infos, find_finals, has_finals, write_finals
-from rlstructs.envs.env_lives import LivesRule, RestartPolicy
+from rlstructs.envs.env_list import LivesRule, RestartPolicy
 from rlstructs.envs.observation_columns import RowLayout
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, Step, refuse_lives, step_pairs
 from rlstructs.envs.shared_vector.arguments import check_autoreset_mode

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rlstructs.checks import check_names, check_number
-from rlstructs.envs.env_lives import LivesRule
+from rlstructs.envs.env_list import LivesRule
 from rlstructs.envs.observation_columns import RAW_REWARD, is_reserved
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import (

@@ -9,53 +9,10 @@ import gymnasium
 import numpy as np
 
 from rlstructs.envs.action_reader import ActionReader
-from rlstructs.envs.array_values import BatchWriter
 from rlstructs.envs.env_infos import PREFIX, InfoColumns
-from rlstructs.envs.spaces import FEW, Leaf, example_value, list_leaves
+from rlstructs.envs.spaces import FEW, Column, Leaf, example_value, list_leaves
 from rlstructs.errors import SpecError
 from rlstructs.shared.packing import Packing, Rows
-
-
-class Column:
-    """Gathers one leaf of E observations into the rows of an array.
-
-    Args:
-        leaf: which leaf.
-        n_envs: the most observations, E.
-        array: the rows, contiguous; None to allocate them.
-    """
-
-    def __init__(self, leaf: Leaf, n_envs: int, array: np.ndarray | None = None) -> None:
-        self.leaf = leaf
-        self.array = np.zeros((n_envs, *leaf.row_shape), leaf.dtype) if array is None else array
-        self._n_envs, self._writer = n_envs, BatchWriter(self.array, leaf.shape)
-
-    def fill(self, observations: Sequence[Any], environments: Iterable[object] | None = None) -> np.ndarray:
-        """Writes the leaf of each observation, and returns the rows; valid until the next call.
-
-        Args:
-            observations: at most E.
-            environments: their environments' indexes, for messages; None for 0, 1, ...
-
-        Raises:
-            SpecError: an observation is not in the space; the message names environment and key.
-        """
-        n, leaf = len(observations), self.leaf
-        try:
-            values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
-            is_written = self._writer.try_write(values)
-        except (TypeError, ValueError, LookupError, RuntimeError):  # an observation lacks this leaf
-            is_written = False
-        if not is_written:
-            self._fill_one_by_one(observations, range(n) if environments is None else environments)
-        return self.array if n == self._n_envs else self.array[:n]
-
-    def _fill_one_by_one(self, observations: Sequence[Any], environments: Iterable[object]) -> None:
-        """Writes values of other dtypes where no number changes; raises what is wrong otherwise."""
-        leaf = self.leaf
-        for row, (environment, observation) in enumerate(zip(environments, observations, strict=True)):
-            got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
-            self.array[row] = got.astype(leaf.dtype).reshape(leaf.row_shape)
 
 
 class ObservationRows:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import torch
 
-from rlstructs.envs.env_lives import LivesRule
+from rlstructs.envs.env_list import LivesRule
 from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistics, Step, refuse_lives
 from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import VecEnv

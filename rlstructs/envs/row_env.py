@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from rlstructs.envs.env_lives import LivesRule
+from rlstructs.envs.env_list import LivesRule
 from rlstructs.envs.stepping import SingleEnv
 from rlstructs.errors import SpecError, StateError
 from rlstructs.moments import Moments

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +32,17 @@ class SpaceLeaf:
     Attributes:
         path: keys and indexes that lead from a sample of the outermost space to the value of this one.
         space: the space of the leaf.
+        key: its name, the path joined with `/`; "" when the outermost space itself is the leaf.
         shape: of a value, where it is an array; () for other values.
     """
 
     path: Path
     space: gymnasium.Space[Any]
+    key: str = field(init=False)
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "key", "/".join(map(str, self.path)))
         object.__setattr__(self, "shape", tuple(self.space.shape or ()))
 
     @property
@@ -156,16 +159,18 @@ def are_equal(space: Any, other: Any) -> bool:
 FEW = 16
 
 
+class NoNumbersError(SpecError, TypeError):
+    """An observation holds no real numbers; gymnasium raises a TypeError then."""
+
+
 @dataclass(frozen=True)
 class Leaf(SpaceLeaf):
     """A leaf of a space, and the column that keeps its values.
 
     Attributes:
-        key: its name, the path joined with `/`; "" when the outermost space itself is the leaf.
         dtype: of the column.
     """
 
-    key: str
     dtype: np.dtype[Any]
 
     @property
@@ -191,7 +196,8 @@ class Leaf(SpaceLeaf):
         if got.shape != shape and not got.size == math.prod(shape) == 1:
             raise SpecError(f"{name} has shape {got.shape}, the space says {shape}")
         if got.dtype.kind not in "biuf" or not can_hold(self.dtype, got):
-            raise SpecError(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
+            kind = SpecError if got.dtype.kind in "biuf" else NoNumbersError
+            raise kind(f"{name} has dtype {got.dtype}, and values that the space's {self.dtype} cannot hold")
         return got.reshape(shape)
 
 
@@ -214,17 +220,17 @@ def list_leaves(space: gymnasium.Space[Any], what: str, keep_float64: bool = Fal
 
 
 def _column_leaf(leaf: SpaceLeaf, what: str, keep_float64: bool) -> Leaf:
-    path, space, key = leaf.path, leaf.space, "/".join(map(str, leaf.path))
+    path, space = leaf.path, leaf.space
     if not leaf.is_array:
         raise SpecError(
             f"{what}: space {space} is not supported; expected Box, Discrete, MultiDiscrete, "
-            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {key!r})' if path else ''}"
+            f"MultiBinary, or a Dict or Tuple of them{f' (it is entry {leaf.key!r})' if path else ''}"
         )
     if isinstance(space, spaces.Discrete):
-        return Leaf(path, space, key, np.dtype(np.int64))
+        return Leaf(path, space, np.dtype(np.int64))
     dtype = native_dtype(space.dtype)
     shrinks = dtype == np.float64 and not keep_float64
-    return Leaf(path, space, key, np.dtype(np.float32) if shrinks else dtype)
+    return Leaf(path, space, np.dtype(np.float32) if shrinks else dtype)
 
 
 def space_of_array(array: np.ndarray) -> gymnasium.Space[Any] | None:
@@ -248,3 +254,88 @@ def example_value(leaf: Leaf) -> np.ndarray:
         return np.asarray(np.where((space.low == 0) & (space.high == 1), space.high, nearest), leaf.dtype)
     start = getattr(space, "start", 0)
     return np.broadcast_to(np.asarray(start, leaf.dtype), leaf.shape).copy()
+
+
+class BatchWriter:
+    """Writes the values of up to N environments into the rows of an array.
+
+    Args:
+        rows: (N, ...), contiguous.
+        shape: of a value; () also where a row has shape (1,).
+    """
+
+    def __init__(self, rows: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._n = len(rows)
+        # Values laid end to end along their first axis: `np.concatenate` takes half as long as `np.stack`, which
+        # gives every array one more axis first.
+        n_rows, rest = (self._n * shape[0], shape[1:]) if shape else (self._n, ())
+        self._chain = rows.reshape(n_rows, *rest)
+        self._length = shape[0] if shape else 1
+        self._lengths = [shape[0]] * self._n if shape else []
+        self._has_axes = bool(shape)
+        # Floats may be rounded. Whole numbers of a wider dtype have to be checked one by one.
+        self._casting: Any = "same_kind" if rows.dtype.kind == "f" else "safe"
+
+    def try_write(self, values: Sequence[Any]) -> bool:
+        """Writes the values to the first rows; returns False if one has another shape, type or a wider dtype."""
+        n, is_full = len(values), len(values) == self._n
+        chain = self._chain if is_full else self._chain[: n * self._length]
+        try:
+            if not self._has_axes:
+                np.copyto(chain, np.asarray(values).reshape(n), casting=self._casting)
+                return True
+            # Wrong lengths may have the right sum.
+            if list(map(len, values)) != (self._lengths if is_full else self._lengths[:n]):
+                return False
+            np.concatenate(values, out=chain, casting=self._casting)
+        except (TypeError, ValueError, LookupError, RuntimeError):  # torch's own, of tensors with gradients
+            return False
+        return True
+
+
+class Column:
+    """Writes one leaf of the observations of N environments into the rows of an array.
+
+    Args:
+        leaf: which leaf.
+        n_envs: the most observations, N.
+        array: the rows, contiguous; None to allocate them.
+    """
+
+    def __init__(self, leaf: Leaf, n_envs: int, array: np.ndarray | None = None) -> None:
+        self.leaf = leaf
+        self.array = np.zeros((n_envs, *leaf.row_shape), leaf.dtype) if array is None else array
+        self._n_envs, self._writer = n_envs, BatchWriter(self.array, leaf.shape)
+
+    def select(self, rows: slice) -> Column:
+        """The column of some of the environments."""
+        array = self.array[rows]
+        return Column(self.leaf, len(array), array)
+
+    def fill(self, observations: Sequence[Any], environments: Iterable[object] | None = None) -> np.ndarray:
+        """Writes the leaf of each observation, and returns the rows; valid until the next call.
+
+        Args:
+            observations: at most N.
+            environments: their environments' indexes, for messages; None for 0, 1, ...
+
+        Raises:
+            SpecError: an observation is not in the space; the message names environment and key.
+        """
+        n, leaf = len(observations), self.leaf
+        try:
+            values = [leaf.pick(sample) for sample in observations] if leaf.path else observations
+            is_written = self._writer.try_write(values)
+        except (TypeError, ValueError, LookupError, RuntimeError):  # an observation lacks this leaf
+            is_written = False
+        if not is_written:
+            names = range(n) if environments is None else environments
+            for row, (name, observation) in enumerate(zip(names, observations, strict=True)):
+                self.put(row, observation, name)
+        return self.array if n == self._n_envs else self.array[:n]
+
+    def put(self, row: int, observation: Any, environment: object) -> None:
+        """Writes the leaf of one observation, of another dtype if no number changes; raises what `fill` raises."""
+        leaf = self.leaf
+        got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
+        self.array[row] = got.astype(leaf.dtype, copy=False).reshape(self.array.shape[1:])

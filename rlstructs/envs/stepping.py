@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlstructs.envs.array_values import copy_value
 from rlstructs.errors import SpecError
 from rlstructs.seeding import episode_seed
 from rlstructs.workers.failures import add_note
@@ -40,12 +41,13 @@ def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> N
     Args:
         error: what was raised.
         call: name of the method that raised it.
-        env: the environment, or a vector environment.
+        env: the environment, or a vector environment; None if there is none yet.
         k: its number; None for a vector environment.
     """
     if not any(str(note).startswith(ORIGIN) for note in getattr(error, "__notes__", ())):
         which = "environments" if k is None else f"environment {k}"
-        add_note(error, f"{ORIGIN}{which} ({find_env_name(env)}) in {call}")
+        name = "" if env is None else f" ({find_env_name(env)})"
+        add_note(error, f"{ORIGIN}{which}{name} in {call}")
 
 
 def explain_step_error(error: Exception, result: Any, env: Any, k: int, step: str) -> None:
@@ -245,6 +247,27 @@ class Episode:
         for action in self.actions:
             shown, reward = env.step(copy.deepcopy(action))[:2]
         return shown, reward
+
+
+class LoggedEnv(NamedTuple):
+    """An environment whose steps are added to its running episode.
+
+    Attributes:
+        env, episode: they.
+        copy_observation: copies an observation.
+    """
+
+    env: Any
+    episode: Episode
+    copy_observation: Callable[[Any], Any]
+
+    def step(self, action: Any) -> Any:
+        """Steps the environment."""
+        result = self.env.step(copy.deepcopy(action))
+        if isinstance(result, (tuple, list)) and len(result) == len(STEP):  # all else is an error, and found later
+            self.episode.actions.append(action)
+            self.episode.last = self.copy_observation(result[0]), copy_value(result[1])
+        return result
 
 
 class SingleEnv(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from rlstructs.agent import RL_Agent, evaluation_mode
 from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
-from rlstructs.envs.env_lives import RESTART, LivesRule
+from rlstructs.envs.env_list import RESTART, LivesRule
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.row_env import RowEnv, load_statistics, take_statistics
 from rlstructs.envs.vec_env import VecEnv

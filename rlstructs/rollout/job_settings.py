@@ -10,7 +10,7 @@ import torch
 
 from rlstructs.agent import RL_Agent
 from rlstructs.copying import copy_arguments
-from rlstructs.envs.env_lives import RAISE
+from rlstructs.envs.env_list import RAISE
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.seeding import next_seed
 from rlstructs.structures.dict_tensor import DictTensor

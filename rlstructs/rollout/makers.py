@@ -13,7 +13,7 @@ import torch
 from rlstructs.agent import RL_Agent
 from rlstructs.checks import PETTINGZOO_HINT, call_factory
 from rlstructs.copying import copy_arguments
-from rlstructs.envs.env_lives import close_in_time
+from rlstructs.envs.env_list import close_in_time
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.envs.gym_vector import GymVectorEnv
 from rlstructs.envs.row_env import RowEnv

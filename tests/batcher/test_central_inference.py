@@ -165,7 +165,7 @@ def test_what_an_environment_raises_is_raised_by_the_batcher_and_nothing_is_left
         batcher.execute()
         with pytest.raises(KeyError, match="lost in step") as caught:
             batcher.get()
-        assert caught.value.__notes__[0] == "raised by environment 3"
+        assert caught.value.__notes__[0] == "raised by environment 3 (Failing) in step"
     assert worker_pids() == before
 
 

@@ -22,7 +22,7 @@ from rlstructs import (
     RL_Batcher,
     SpecError,
 )
-from rlstructs.envs import env_lives
+from rlstructs.envs import env_list
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.testing import Fault, FaultyEnv, Ledger, create_faulty_envs
 
@@ -130,7 +130,7 @@ def test_an_environment_that_waits_for_the_next_rollout_may_fail_too():
 
 
 def test_an_environment_that_does_not_close_is_left_and_the_others_go_on(monkeypatch, caplog):
-    monkeypatch.setattr(env_lives, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(env_list, "CLOSE_SECONDS", 0.0)
     released = threading.Event()
 
     class Stuck(FaultyEnv):
@@ -205,7 +205,7 @@ def test_the_log_says_which_environment_failed_in_which_step_and_where(caplog):
     assert record.getMessage() == (
         "environment 4 (FaultyEnv) failed in step 6 of its episode, and is made anew: ZeroDivisionError: no speed"
     )
-    assert "Traceback" in caplog.text and "in step_rows" in caplog.text
+    assert "Traceback" in caplog.text and "in _step_envs" in caplog.text
 
 
 def test_the_log_of_a_replaced_worker_has_the_traceback_the_environment_and_the_step(caplog):
@@ -218,7 +218,7 @@ def test_the_log_of_a_replaced_worker_has_the_traceback_the_environment_and_the_
     [record] = [each for each in caplog.records if "is replaced" in each.getMessage()]
     assert record.levelno == logging.WARNING and record.exc_info
     assert record.getMessage() == "worker 1 is replaced: ZeroDivisionError('no speed'), step 6 of its episode"
-    assert "in step_rows" in caplog.text and "raised by environment 1 (FaultyEnv) in step" in caplog.text
+    assert "in _step_envs" in caplog.text and "raised by environment 1 (FaultyEnv) in step" in caplog.text
 
 
 class Noisy(gymnasium.Env):

@@ -12,8 +12,7 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from rlstructs import DictTensor, MissingKeyError, SpecError
 from rlstructs.envs.action_reader import ActionReader
-from rlstructs.envs.observation_columns import Column
-from rlstructs.envs.spaces import example_value, list_leaves
+from rlstructs.envs.spaces import Column, example_value, list_leaves
 
 INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 FLOATS = ["float16", "float32", "float64"]

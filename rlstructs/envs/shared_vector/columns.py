@@ -23,9 +23,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from rlstructs.checks import can_hold
-from rlstructs.envs.array_values import BatchWriter, as_numpy, may_share_memory
-from rlstructs.envs.spaces import SpaceLeaf, flatten_space, nest, nest_rows
+from rlstructs.envs.spaces import Column, Leaf, flatten_space, nest, nest_rows
 from rlstructs.errors import SpecError
 from rlstructs.workers import failures, pickling
 
@@ -143,74 +141,6 @@ class _Pickler(pickle.Pickler):
     dispatch_table = dict.fromkeys((np.dtype(letter).type for letter in "?bBhHiIlLqQefd"), _reduce_number)
 
 
-class ObservationColumn:
-    """One leaf of the observations of N environments.
-
-    Args:
-        leaf: which leaf.
-        array: (N, ...), contiguous.
-    """
-
-    def __init__(self, leaf: SpaceLeaf, array: np.ndarray) -> None:
-        self.leaf, self.array = leaf, array
-        self._name = f" {'/'.join(map(str, leaf.path))!r}" if leaf.path else ""
-        self._shape, self._dtype = leaf.shape, array.dtype
-        self._writer = BatchWriter(array, leaf.shape)
-
-    def select(self, rows: slice) -> ObservationColumn:
-        """The column of some of the environments."""
-        return ObservationColumn(self.leaf, self.array[rows])
-
-    def fill(self, observations: Sequence[Any]) -> None:
-        """Writes the observations of all N environments.
-
-        Raises:
-            SpecError: one lacks this leaf, has another shape than the space, or numbers that its dtype cannot hold.
-            TypeError: one holds complex numbers, or no numbers.
-        """
-        try:
-            values = [self.leaf.pick(each) for each in observations] if self.leaf.path else observations
-            if self._writer.try_write(values):
-                return
-        except (LookupError, TypeError):  # an observation lacks this leaf
-            pass
-        for k, observation in enumerate(observations):
-            self.put(k, observation)
-
-    def put(self, k: int, observation: Any) -> None:
-        """Writes the observation of environment k; raises what `fill` raises."""
-        try:
-            value = self.leaf.pick(observation)
-            if isinstance(value, (np.ndarray, np.generic)) and value.dtype == self._dtype:
-                if value.shape == self._shape:
-                    self.array[k] = value
-                    return
-            else:
-                value = as_numpy(value)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise SpecError(f"observation{self._name} cannot be read: {error!r}") from error
-        self._put_converted(self.array[k : k + 1], value)
-
-    def may_share_memory(self, observations: Sequence[Any]) -> bool:
-        """Whether any two observations may overlap in memory."""
-        return may_share_memory(map(self.leaf.pick, observations))
-
-    def _put_converted(self, row: np.ndarray, value: np.ndarray) -> None:
-        """Writes a value of another dtype to one row; raises if a number would change."""
-        if value.shape != self._shape and not row.size == value.size == 1:
-            raise SpecError(f"observation{self._name} has shape {value.shape}, its space {self._shape}")
-        casting: Any = "same_kind"
-        if value.dtype.kind in "biuf":  # `can_hold` makes sure that no number changes
-            if not can_hold(row.dtype, value):
-                name = f"observation{self._name}"
-                raise SpecError(f"{name} has dtype {value.dtype}, and values that the space's {row.dtype} cannot hold")
-            casting = "unsafe"
-        try:
-            np.copyto(row, value.reshape(row.shape), casting=casting)
-        except TypeError as error:
-            raise TypeError(f"observation{self._name} cannot be read: {error}") from error
-
-
 class Objects:
     """Leaves that are not arrays, of N observations."""
 
@@ -233,7 +163,7 @@ class Objects:
         try:
             return [leaf.pick(observation) for leaf in self._leaves]
         except (LookupError, TypeError) as error:
-            names = ["/".join(map(str, leaf.path)) for leaf in self._leaves]
+            names = [leaf.key for leaf in self._leaves]
             raise SpecError(f"observation {names} cannot be read: {error!r}") from error
 
     def pick_all(self, observations: Sequence[Any]) -> list[list[Any]]:
@@ -290,7 +220,11 @@ class Columns:
         arrays = _carve(whole, _specs(observation_space, action_space, n_envs))
         self._space, self._all_envs = observation_space, range(n_envs)
         self._leaves = list(flatten_space(observation_space))
-        self.observations = [ObservationColumn(leaf, next(arrays)) for leaf in self._leaves if leaf.is_array]
+        self.observations = [
+            Column(Leaf(leaf.path, leaf.space, np.dtype(leaf.space.dtype)), n_envs, next(arrays))
+            for leaf in self._leaves
+            if leaf.is_array
+        ]
         self.objects = Objects(observation_space, n_envs)
         # A space that is one array needs no nesting.
         self._single = self.observations[0].array if self.observations and not self._leaves[0].path else None

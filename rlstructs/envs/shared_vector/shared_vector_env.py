@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rlstructs.checks import check_count, check_timeout, other_words
-from rlstructs.envs.env_lives import RAISE, RESTART, RestartPolicy, check_policy
+from rlstructs.envs.env_list import RAISE, RESTART, RestartPolicy, check_policy
 from rlstructs.envs.gym_envs import env_factory, find_env
 from rlstructs.envs.shared_vector.arguments import (
     SAME,

@@ -159,7 +159,7 @@ def test_too_many_failures_are_an_error(n_workers, caplog):
         assert "environment 1 (FaultyEnv) failed in step 2 of its episode, and is made anew" in caplog.text
         with pytest.raises(RuntimeError, match="a deliberate fault") as caught:
             envs.step(np.zeros(N, int))
-        assert caught.value.__notes__[0] == "raised by environment 1"
+        assert caught.value.__notes__[0] == "raised by environment 1 (FaultyEnv) in step"
     fault = Fault("raise", at="reset", env_index=1, count=None)
     with vector(fault, n_workers=n_workers) as envs, pytest.raises(RuntimeError, match="a deliberate fault"):
         envs.reset(seed=0)

@@ -40,12 +40,16 @@ def run_through(where, how="raise", n_workers=2, timeout=None, **arguments):
         env.call("act")
 
 
+# What a note says of an environment that does not exist yet.
+ORIGINS = {"constructor": "in its constructor"}
+
+
 @pytest.mark.parametrize("where", ["constructor", "reset", "step", "act", "close"])
 def test_what_an_environment_raises_arrives_as_it_is_with_its_number(where, start_method):
     before = worker_pids()
     with pytest.raises(KeyError, match=f"lost in {where}") as caught:
         run_through(where, start_method=start_method)
-    assert caught.value.__notes__[0] == "raised by environment 3"
+    assert caught.value.__notes__[0] == f"raised by environment 3 {ORIGINS.get(where, f'(Failing) in {where}')}"
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback) and cause.worker_index == 1
     assert f'self._fail("{where}")' in str(cause) and "KeyError" in str(cause)
@@ -56,7 +60,7 @@ def test_what_an_environment_raises_arrives_as_it_is_with_its_number(where, star
 def test_in_this_process_it_is_the_same(where):
     with pytest.raises(KeyError, match=f"lost in {where}") as caught:
         run_through(where, n_workers=0)
-    assert caught.value.__notes__ == ["raised by environment 3"]
+    assert caught.value.__notes__ == [f"raised by environment 3 {ORIGINS.get(where, f'(Failing) in {where}')}"]
 
 
 def test_environments_in_this_process_are_closed_when_a_later_one_cannot_be_made(tmp_path):
@@ -73,7 +77,7 @@ def test_environments_in_this_process_are_closed_when_a_later_one_cannot_be_made
 def test_what_its_arguments_do_not_make_again_arrives_as_it_was(where):
     with pytest.raises(OddError, match=f"^code 7: {where}\n") as caught:
         run_through(where, "odd")
-    assert "raised by environment 3" in caught.value.__notes__
+    assert f"raised by environment 3 (Failing) in {where}" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
@@ -150,7 +154,7 @@ def test_what_a_sent_environment_raises_is_received(n_workers):
         env.send([0, 0], [2, 3])
         with pytest.raises(KeyError, match="lost in step") as caught:
             env.recv()
-        assert caught.value.__notes__[0] == "raised by environment 3"
+        assert caught.value.__notes__[0] == "raised by environment 3 (Failing) in step"
 
 
 @pytest.mark.parametrize("phase", ["idle", "stepping", "sent"])
