@@ -152,17 +152,10 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         groups = split_evenly(range(self.num_envs), check_group_count(n_groups, self.num_envs))
         self.groups = tuple(np.array(group) for group in groups)
         n_workers = choose_worker_count(n_workers, len(groups[-1]), max_concurrency)
-        init_worker = check_init_worker(init_worker)
         streams = WorkerStreams.of_this_process() if seed is None else WorkerStreams.of_seed(check_count("seed", seed))
-        options = WorkerOptions(start_method, timeout, init_worker, streams)
+        options = WorkerOptions(start_method, timeout, check_init_worker(init_worker), streams)
         self._host = start_host(makers, n_workers, groups, options)
-        try:
-            self._attach(spaces, bounds_differ=observation_mode != SAME)
-        except BaseException:
-            self._host.kill()
-            raise
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self._calls = EnvCalls(self._order, self._host, self._columns, self.groups, self.autoreset_mode)
+        self._attach(spaces, bounds_differ=observation_mode != SAME)
         self._policy = RestartPolicy(on_env_failure == RESTART, max_env_restarts)
         if self._policy.is_on:
             self._set_policy(self._policy)
@@ -406,15 +399,21 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
     def _attach(self, spaces: Spaces | None, bounds_differ: bool) -> None:
         """Lays out the columns, and takes over metadata and spaces, unless `spaces` are given, of environment 0."""
-        described = self._host.describe()._replace(bounds_differ=bounds_differ)
-        if spaces is not None:
-            described = described._replace(observation_space=spaces[1])
-        self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
-        self.observation_space = batch_spaces(self._host, described, self.num_envs) if spaces is None else spaces[0]
+        try:
+            described = self._host.describe()._replace(bounds_differ=bounds_differ)
+            if spaces is not None:
+                described = described._replace(observation_space=spaces[1])
+            self._columns = self._host.attach(described, self.num_envs, self.autoreset_mode)
+            self.observation_space = batch_spaces(self._host, described, self.num_envs) if spaces is None else spaces[0]
+        except BaseException:
+            self._host.kill()
+            raise
         self.metadata = {**described.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = described.render_mode
         self.single_observation_space = described.observation_space
         self.single_action_space = described.action_space
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._calls = EnvCalls(self._order, self._host, self._columns, self.groups, self.autoreset_mode)
 
     def _drop_pending(self) -> None:
         """Waits for the call that is under way, and drops its results."""
