@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 
@@ -13,9 +13,10 @@ from rlstructs.copying import deep_copy
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.torch import as_device
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.structures.packed import PackedTrajectories
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.structures.tree import check_same_keys
+from rlstructs.structures.tree import check_same_keys, show
 from rlstructs.workers.public_names import set_module
 
 # Longer lists and dicts in an agent are not searched for networks: they hold data, and every rollout would read them.
@@ -293,24 +294,42 @@ def copy_agent(agent: Any) -> Any:
     return made
 
 
+@overload
 def replay_agent(
     agent: RL_Agent, trajectories: Trajectories, replay_method_name: str = "call_replay"
-) -> TemporalDictTensor:
+) -> TemporalDictTensor: ...
+
+
+@overload
+def replay_agent(
+    agent: RL_Agent, trajectories: PackedTrajectories, replay_method_name: str = "call_replay"
+) -> DictTensor: ...
+
+
+def replay_agent(
+    agent: RL_Agent, trajectories: Trajectories | PackedTrajectories, replay_method_name: str = "call_replay"
+) -> TemporalDictTensor | DictTensor:
     """Replays an agent over trajectories, step by step; gradients flow to its parameters.
 
     Args:
         agent: the agent.
-        trajectories: B trajectories, with `agent_state/` in `info`, as from the batcher.
-        replay_method_name: name of a `method(trajectories, t, state) -> (output, state)` like `call_replay`.
+        trajectories: B trajectories, with `agent_state/` in `info`, as from the batcher; or a pack of them, for an
+            agent that has a method `replay_packed(pack) -> output`, which computes all N steps in one call.
+        replay_method_name: name of a `method(trajectories, t, state) -> (output, state)` like `call_replay`; with a
+            pack, of one like `replay_packed`.
 
     Returns:
         The outputs, (B, max(lengths), ...), on the device of `trajectories`, with their lengths. Outputs in the padding
         are computed from padding: mask them. If no trajectory has a step, as when a worker was lost, they are
-        (B, 0, ...), with the keys and dtypes of other replays, and a loss of them has gradients of 0.
+        (B, 0, ...), with the keys and dtypes of other replays, and a loss of them has gradients of 0. Those
+        of a pack are (N, ...).
 
     Raises:
-        MissingKeyError, SpecError: the keys of an output differ from those at step 0.
+        MissingKeyError, SpecError: the keys of an output differ from those at step 0, or one of a pack is not (N, ...).
+        TypeError: the agent takes no packs.
     """
+    if isinstance(trajectories, PackedTrajectories):
+        return _replay_pack(agent, trajectories, replay_method_name)
     method, state, outputs = _find_method(agent, replay_method_name), None, []
     lengths = trajectories.lengths.clone()
     n_timesteps = int(lengths.max()) if lengths.numel() else 0
@@ -324,6 +343,17 @@ def replay_agent(
     # Stacked once, because writing steps into a zero tensor would make backward super-linear in T.
     stacked = {key: torch.stack([output[key] for output in outputs], dim=1).to(lengths.device) for key in outputs[0]}
     return TemporalDictTensor(stacked, lengths)
+
+
+def _replay_pack(agent: Any, pack: PackedTrajectories, name: str) -> DictTensor:
+    name = "replay_packed" if name == "call_replay" else name
+    if not hasattr(agent, name):
+        raise TypeError(f"replay_agent: {type(agent).__name__} takes no packs, it has no method {name}(pack)")
+    output = DictTensor(dict(getattr(agent, name)(pack).items()))
+    for key, tensor in output.items():
+        if tensor.ndim < 1 or len(tensor) != pack.n_elems():
+            raise SpecError(f"replay_agent: {key!r} of {name} is {show(tensor)}, expected ({pack.n_elems()}, ...)")
+    return output
 
 
 def _replay_nothing(method: Callable[..., Any], trajectories: Trajectories) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from rlstructs import (
     RandomAgent,
     RL_Agent,
     RL_Batcher,
+    SpecError,
     TemporalDictTensor,
     Trajectories,
     gae,
@@ -379,3 +380,36 @@ def test_trajectories_of_a_temporal_dict_tensor_without_info_are_packed():
     pack = Trajectories(DictTensor(), steps).packed()
     assert pack.n_elems() == pack.n_segments() == pack.max_seqlen == 0 and pack.split(4) == []
     assert torch.equal(pack.unpack(pack["x"]), torch.zeros(2, 3)) and pack.state.empty()
+
+
+def test_an_agent_that_takes_packs_is_replayed_over_them_in_one_call():
+    batch = make_batch(2, 6, 8)
+    cell, layer = nn.GRUCell(2, 3), nn.GRU(2, 3)
+    layer.load_state_dict({f"{name}_l0": value for name, value in cell.state_dict().items()})
+
+    class Packing(RL_Agent):
+        def initial_state(self, agent_info, B):
+            return DictTensor({"h": torch.zeros(B, 3)})
+
+        def __call__(self, state, observation, agent_info, history=None):
+            fresh = self.initial_state(agent_info, observation.n_elems())
+            h = cell(observation["frame"], masked_dicttensor(state, fresh, observation["initial_state"])["h"])
+            return DictTensor({"h": h}), DictTensor({"h": h})
+
+        def replay_packed(self, pack):
+            output, _ = layer(pack.as_packed_sequence("observation/frame"), pack.state["h"][None])
+            return {"h": pack.from_packed_sequence(output)}
+
+        def wrong(self, pack):
+            return {"h": torch.zeros(1)}
+
+    pack = batch.packed("episode")
+    outputs, padded = replay_agent(Packing(), pack), replay_agent(Packing(), batch)
+    mask = padded.mask(torch.bool)
+    back = pack.unpack(outputs["h"])[:, : padded.n_timesteps()]
+    torch.testing.assert_close(back[mask], padded["h"][mask], rtol=1e-5, atol=1e-6)
+    assert outputs["h"].requires_grad
+    with pytest.raises(TypeError, match=r"RL_Agent takes no packs, it has no method replay_packed\(pack\)"):
+        replay_agent(RL_Agent(), pack)
+    with pytest.raises(SpecError, match=rf"'h' of wrong is \(1,\) float32, expected \({pack.n_elems()}, ...\)"):
+        replay_agent(Packing(), pack, "wrong")
