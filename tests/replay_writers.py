@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 CAPACITY, N_WORDS, EPISODE = 512, 64, 7

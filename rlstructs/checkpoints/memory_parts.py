@@ -12,9 +12,9 @@ from rlstructs.errors import FileError
 from rlstructs.files import segments
 from rlstructs.files.archives import file_checksum
 from rlstructs.files.opening import name_damage
-from rlstructs.replay.buffer import Stored
 from rlstructs.replay.keep import segmenting
 from rlstructs.replay.keep.segmenting import Marks
+from rlstructs.replay.keep.stored import Stored
 
 
 class MemoryPart(Part):

@@ -12,11 +12,10 @@ import numpy as np
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.frameworks.framework import Framework
-from rlstructs.memories import files
+from rlstructs.memories import formats
 from rlstructs.memories.intake import TensorIntake
-from rlstructs.memories.restoring import MemoryForm
+from rlstructs.memories.restoring import MemoryForm, StoredTensors
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
-from rlstructs.replay.buffer import Stored
 from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.draw.view import find_starts
 from rlstructs.replay.intake.arrays import generator_of, row_ids
@@ -25,7 +24,7 @@ from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.keep.checks import plain_state
 
 
-class Memory(Stored, ABC):
+class Memory(StoredTensors, ABC):
     """Named tensors `(memory_size, num_envs, *data)` that hold the newest rows of every environment.
 
     Methods of skrl's memories take arguments by name, or by position as before skrl 2.
@@ -71,14 +70,10 @@ class Memory(Stored, ABC):
         self._storage = self._tensors.storage
         self._intake = TensorIntake(self._tensors)
         self.export = export
-        self.export_format = files.check_format(export_format)
+        self.export_format = formats.check_format(export_format)
         self.export_directory = export_directory
         self.sampling_indexes: Any = None
         self._stream = Stream(generator_of(self.framework.draw_seed() if seed is None else seed))
-
-    def __len__(self) -> int:
-        """Number of valid rows, over all environments."""
-        return int(self._storage.view().total)
 
     @property
     def device(self) -> Any:
@@ -234,10 +229,6 @@ class Memory(Stored, ABC):
         self._intake.is_for_one_process = self.export  # writers in other processes would not save it
         return self._intake
 
-    def reset(self) -> None:
-        """Drops every row."""
-        self._storage.clear()
-
     # Writing
 
     def add_samples(self, **tensors: Any) -> None:
@@ -365,9 +356,9 @@ class Memory(Stored, ABC):
             SpecError: the format is unknown, or differs from the file's ending.
             OSError: the folder cannot be written to.
         """
-        path, format = files.choose_file(self, directory or self.export_directory, format)  # noqa: A001
+        path, format = formats.choose_file(self, directory or self.export_directory, format)  # noqa: A001
         with self._hold_locks():
-            return files.save(self, path, format)
+            return formats.save(self, path, format)
 
     def load(self, path: str | Path) -> None:
         """Restores rows, length, cursor and random stream from a file of `save`; creates missing tensors.
@@ -383,7 +374,7 @@ class Memory(Stored, ABC):
         """
         with self._hold_locks():
             self._storage.counters.check_writable()
-            files.load(self, Path(path))
+            formats.load(self, Path(path))
 
     def _state(self) -> dict[str, Any]:
         """Sizes, dtypes and random state, for the header of a file."""

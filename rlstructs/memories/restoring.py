@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +27,9 @@ from rlstructs.replay.keep.restoring import (
     restore_columns,
 )
 from rlstructs.replay.keep.saving import Arrays, Contents, Form, Found, require_room
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.keep.stored import Stored
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
-
-if TYPE_CHECKING:
-    from rlstructs.memories.memory import Memory
 
 KIND = "Memory"
 # Names in a file of arrays that are no tensors.
@@ -50,12 +48,22 @@ BOOKKEEPING = {
 }
 
 
+class StoredTensors(Stored):
+    """Base class of memories: tensors in a store."""
+
+    _tensors: Tensors
+
+    def reset(self) -> None:
+        """Drops every row."""
+        self._storage.clear()
+
+
 class MemoryForm(Form):
     """Whole tensors `(memory_size, num_envs, *data)` by their names, as in skrl's files, beside bookkeeping."""
 
     has_every_slot = True
 
-    def kind(self, buffer: Memory) -> str:
+    def kind(self, buffer: StoredTensors) -> str:
         return KIND
 
     def name(self, name: str) -> str:
@@ -64,14 +72,14 @@ class MemoryForm(Form):
     def group(self, arrays: str, number: int) -> str:
         return arrays
 
-    def write(self, buffer: Memory, arrays: Arrays, dtypes: dict[str, str], state: dict[str, Any]) -> Contents:
+    def write(self, buffer: StoredTensors, arrays: Arrays, dtypes: dict[str, str], state: dict[str, Any]) -> Contents:
         if EPISODES in arrays:
             arrays[EPISODES] = arrays[EPISODES].reshape(-1, 2)
         ordered = sorted(arrays, key=lambda name: (not name.startswith(ROWS), name))  # tensors as in skrl's files
         named = {self.name(name): arrays[name] for name in ordered}
         return named, {self.name(name): dtype for name, dtype in dtypes.items()}, buffer._state()
 
-    def read(self, buffer: Memory, path: Path, arrays: SavedArrays, state: Mapping[str, Any]) -> Found:
+    def read(self, buffer: StoredTensors, path: Path, arrays: SavedArrays, state: Mapping[str, Any]) -> Found:
         n_slots, n_lanes = check_sizes(buffer._tensors, path, state)
         stored = {name: self.name(name) for name in (*NAMES, *(ROWS + tensor for tensor in state["tensors"]))}
         found = arrays.renamed({name: each for name, each in stored.items() if each in arrays.specs})
@@ -88,10 +96,10 @@ class MemoryForm(Form):
             raise ValueError(f"it has no episodes, but a tensor {ends[0]!r}")
         return found, {**state, **sizes, "own": state}, specs, {}
 
-    def storage(self, buffer: Memory) -> Storage:
+    def storage(self, buffer: StoredTensors) -> Storage:
         return buffer._tensors.allocate()
 
-    def adopt(self, buffer: Memory, specs: Mapping[str, Spec]) -> None:
+    def adopt(self, buffer: StoredTensors, specs: Mapping[str, Spec]) -> None:
         tensors = buffer._tensors
         if any(name in ENDS for name in specs):
             tensors.storage.track_episodes()
@@ -146,13 +154,13 @@ def find_dtype(tensors: Tensors, name: str, dtype: Any) -> Any:
     return tensors.convert_dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
-def refill(memory: Memory, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
+def refill(memory: StoredTensors, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
     """Drops all rows, and reads whole tensors of another program, which says nothing else.
 
     Raises:
         ValueError, KeyError, OutOfMemoryError: they do not fit; nothing changes.
     """
-    storage, n_slots = memory._storage, memory.memory_size
+    storage, n_slots = memory._storage, memory._tensors.lead[0]
     arrays = SavedArrays(reader, {ROWS + name: name for name in specs})
     for name, spec in specs.items():
         arrays.check(ROWS + name, spec.dtype, (*memory._tensors.lead, *spec.shape))

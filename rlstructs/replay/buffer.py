@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,80 +10,16 @@ import numpy as np
 
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.draw.streams import Stream
-from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.intake import Intake
 from rlstructs.replay.keep import saving
-from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.saving import Form
+from rlstructs.replay.keep.stored import Stored
 from rlstructs.replay.leave.export import Exporter
-from rlstructs.replay.rows.columns import Columns, Spec
-from rlstructs.replay.rows.copies import CopiedWhole
+from rlstructs.replay.rows.columns import Columns
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
-
-# The arrays of a file by name, and a function that restores what was checked.
-Arrays = Mapping[str, np.ndarray]
-Restore = Callable[[], None]
-
-
-class Stored(CopiedWhole):
-    """Base class of buffers and memories: a store, a random stream, and what belongs into their files."""
-
-    _storage: Storage
-    _stream: Stream
-    _intake: Any
-    _form = Form()
-    # Whether `Storage.alignment` may differ from the capacity.
-    _may_be_aligned = False
-    # Whether a file has what is in slots whose rows were dropped.
-    _keeps_dropped = False
-
-    def __len__(self) -> int:
-        """Number of valid rows."""
-        return len(self._storage)
-
-    @property
-    def _rng(self) -> np.random.Generator:
-        return self._stream.generator
-
-    @_rng.setter
-    def _rng(self, generator: np.random.Generator) -> None:
-        self._stream.restart(generator)
-
-    def _locks(self) -> Sequence[Any]:
-        return [each._storage.lock for each in (self, *self._inner().values())]
-
-    def _content(self) -> Any:
-        return [each._storage._content() for each in (self, *self._inner().values())], self._version_of_priorities()
-
-    def _version_of_priorities(self) -> int:
-        """A number that every change of priorities raises."""
-        return 0
-
-    def _takes_capacity(self, capacity: int) -> bool:
-        """Whether a file with this capacity per lane fits."""
-        return capacity == self._storage.columns.capacity
-
-    def _state(self) -> dict[str, Any]:
-        """Settings and counters for the header of a file, as JSON."""
-        return {}
-
-    def _inner(self) -> Mapping[str, Stored]:
-        """Inner buffers, by name; they are saved in the same file."""
-        return {}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        """More arrays for a file, beside rows, counters and episodes."""
-        return {}
-
-    def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
-        """Checks `_state` and `_more_arrays` of a file and returns a function that restores them.
-
-        Raises:
-            ValueError, KeyError, TypeError: they do not fit.
-        """
-        return lambda: None
 
 
 class Buffer(Stored):
@@ -100,6 +36,7 @@ class Buffer(Stored):
     """
 
     _intake: Intake
+    _form = Form()
 
     def __init__(
         self,
@@ -132,9 +69,6 @@ class Buffer(Stored):
     @property
     def _specs(self) -> dict[str, Spec]:
         return self._storage.columns.specs
-
-    def _view(self) -> View:
-        return self._storage.view()
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`.

@@ -18,7 +18,7 @@ from processes import worker_pids
 import rlstructs.replay
 from rlstructs import SharedVectorEnv, SpecError, StateError
 from rlstructs.batcher.engine import Delivery
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
 

@@ -16,7 +16,7 @@ import torch
 from frameworks import EVERY_KIND, KINDS, add, array, counted, flat, host, kind_of, make, snapshot
 
 from rlstructs.errors import FileError, SpecError
-from rlstructs.memories import csv_files
+from rlstructs.memories import formats
 
 FORMATS = ["pt", "npz", "csv"]
 TENSORS = {
@@ -322,8 +322,8 @@ def test_csv_files_in_the_order_of_time_of_earlier_versions_are_loaded(kind, tmp
     memory = make(kind, 3, 2, ["a"])
     for t in range(4):
         add(memory, kind, a=[[t], [t + 10]])
-    monkeypatch.setattr(csv_files, "_list_rows", lambda view: view.by_step())
-    monkeypatch.setattr(csv_files, "STORED", "by time")
+    monkeypatch.setattr(formats, "_list_rows", lambda view: view.by_step())
+    monkeypatch.setattr(formats, "STORED", "by time")
     path = memory.save(tmp_path / "x.csv")
     monkeypatch.undo()
     assert path.read_text().split() == ["a.0", "1.0", "11.0", "2.0", "12.0", "3.0", "13.0"]

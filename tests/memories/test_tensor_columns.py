@@ -16,9 +16,9 @@ from rlstructs.replay.intake import arrays as values
 from rlstructs.replay.intake import intake
 from rlstructs.replay.intake import trajectories as from_trajectories
 from rlstructs.replay.rows import on_device
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.on_device import TensorColumns
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 NAMES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",

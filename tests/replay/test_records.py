@@ -11,8 +11,9 @@ import pytest
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay.rows import columns as columns_module
 from rlstructs.replay.rows.backing import Folder, Shared
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.records import AT_ONCE, LARGE, group_columns, width_of
+from rlstructs.replay.rows.spec import Spec
 
 N_LANES, CAPACITY = 3, 1500
 

@@ -20,7 +20,7 @@ from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Traj
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once

@@ -25,7 +25,7 @@ from rlstructs.replay import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 

@@ -10,7 +10,8 @@ import pytest
 from rlstructs.errors import FileError, SpecError, StateError
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.priorities import Priorities
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 WIDE = 80  # float32: more bytes than from which on a next observation is stored once

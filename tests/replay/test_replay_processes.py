@@ -155,7 +155,7 @@ def test_killing_a_writer_changes_nothing_for_the_others(storage, started):
 
 FORKED_WHILE_WRITTEN = """
 import os, signal, threading, numpy as np
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.draw.plan import Selection, Uniform
 from rlstructs.replay.rows.store import Storage
 storage = Storage(n_lanes=1, capacity=4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.slices import MEASURES, Slices
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from frameworks import KINDS
 
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.priorities import Priorities
 from rlstructs.replay.draw.sum_tree import SumTree
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 SIZES = [1, 2, 3, 5, 6, 7, 1000, 1_000_000]

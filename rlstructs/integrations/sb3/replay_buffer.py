@@ -15,8 +15,8 @@ from stable_baselines3.common.vec_env import VecNormalize
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.lanes import LANE, SLOT
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
 from rlstructs.workers.limits import available_bytes

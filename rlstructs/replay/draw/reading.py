@@ -14,7 +14,7 @@ from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.intake.roles import is_after, is_observation, is_reward, source_of
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 # The key of gamma to the number of steps in n-step samples.

@@ -33,7 +33,7 @@ class Slices:
 
     Example:
         >>> from rlstructs.replay.rows.store import Storage
-        >>> from rlstructs.replay.rows.columns import Spec
+        >>> from rlstructs.replay.rows.spec import Spec
         >>> storage = Storage(1, 10)
         >>> storage.columns.add("x", Spec(np.dtype(np.int64)))
         >>> _ = storage.track_episodes()

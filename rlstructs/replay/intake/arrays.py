@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.rows.columns import Spec
-from rlstructs.replay.rows.widening import is_too_wide
+from rlstructs.replay.rows.spec import Spec, is_too_wide
 from rlstructs.structures.arrays import tensor_to_array
 from rlstructs.structures.tree import TensorMap
 

@@ -16,10 +16,10 @@ from rlstructs.errors import OutOfMemoryError
 from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array
 from rlstructs.replay.intake.infos import is_nothing, nested
 from rlstructs.replay.intake.roles import is_info
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.objects import OBJECT, objects_in, objects_of
+from rlstructs.replay.rows.spec import Spec, widened
 from rlstructs.replay.rows.store import Storage
-from rlstructs.replay.rows.widening import widened
 
 OBJECTS = Spec(OBJECT)
 # Returns the numbers in the valid rows of a column.

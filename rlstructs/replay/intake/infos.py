@@ -15,7 +15,7 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import are_mappings, host_array, is_mapping
 from rlstructs.replay.rows.objects import as_object, objects_in, objects_of
-from rlstructs.replay.rows.widening import is_exact, is_too_wide, widened
+from rlstructs.replay.rows.spec import is_exact, is_too_wide, widened
 
 # Types of values that are no numbers, and need no copy.
 TEXTS = (str, bytes, type(None))

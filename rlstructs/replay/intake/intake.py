@@ -16,8 +16,8 @@ from rlstructs.replay.intake.arrays import as_rows, find_marks, ready_arrays, sp
 from rlstructs.replay.intake.info_columns import Plan, require_bytes
 from rlstructs.replay.intake.roles import ends_among, source_of
 from rlstructs.replay.intake.trajectories import POLICY_VERSION, Steps, add_version, take_trajectories
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.linked import SMALLEST
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import ALL, Storage
 from rlstructs.structures.trajectories import Trajectories
 

@@ -14,7 +14,7 @@ from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.replay.intake.arrays import find_marks, host_array
 from rlstructs.replay.intake.roles import is_beside
 from rlstructs.replay.rows.blocks import as_slice, rounds
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories

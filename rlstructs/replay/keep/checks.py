@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, UNKNOWN, clean_text
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.episodes import LENGTH, TIME
 from rlstructs.replay.rows.lanes import N_COUNTERS, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.replay.rows.spec import Spec
 
 # The largest count: half of what int64 holds, as counts go on.
 MOST = 1 << 62

@@ -9,10 +9,11 @@ from typing import Any, cast
 import numpy as np
 
 from rlstructs.files.archives import Reader
-from rlstructs.replay.rows.columns import Spec, pieces
+from rlstructs.replay.rows.columns import pieces
 from rlstructs.replay.rows.episodes import Episodes
 from rlstructs.replay.rows.lanes import HEAD, LANE, Ring, RowIds
 from rlstructs.replay.rows.linked import LinkedColumns, fill_unlinked
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 # Names of arrays in a file. Those of columns begin with ROWS, so they differ from all others.

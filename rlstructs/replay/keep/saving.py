@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,17 +38,16 @@ from rlstructs.replay.keep.restoring import (
     make_room,
     restore_columns,
 )
+from rlstructs.replay.keep.stored import Stored
 from rlstructs.replay.rows import objects as object_files
 from rlstructs.replay.rows.backing import available_bytes
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW, EPISODE
 from rlstructs.replay.rows.lanes import N_COUNTERS
 from rlstructs.replay.rows.linked import LinkedColumns, check_link
 from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
-
-if TYPE_CHECKING:
-    from rlstructs.replay.buffer import Stored
 
 # Settings of a buffer that may be in a file. Those in SIZES are at most the number of rows; those in READ_AT_ONCE may
 # also be up to MOST_READ.
@@ -170,7 +169,8 @@ def contents(buffer: Stored) -> Contents:
         arrays |= {f"{INNER}{key}/{name}": array for name, array in its_arrays.items()}
         dtypes |= {f"{INNER}{key}/{name}": dtype for name, dtype in its_dtypes.items()}
         state["inner"][key] = {"class": type(inner).__name__, "state": its_state}
-    return buffer._form.write(buffer, arrays, dtypes, state)
+    written: Contents = buffer._form.write(buffer, arrays, dtypes, state)
+    return written
 
 
 def used_slots(buffer: Stored) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,12 +12,9 @@ from rlstructs.files.segments import Content, Cut
 from rlstructs.replay.draw.priorities import TREE_LEAVES
 from rlstructs.replay.keep.restoring import EPISODES, INNER, MORE, ROWS
 from rlstructs.replay.keep.saving import contents, restorer, used_slots
+from rlstructs.replay.keep.stored import Stored
 from rlstructs.replay.rows.lanes import EXPOSED, REWRITES
 from rlstructs.replay.rows.store import Storage
-
-if TYPE_CHECKING:
-    from rlstructs.replay.buffer import Stored
-
 
 __all__ = ["cut_contents", "marks_of", "restorer"]
 

@@ -11,8 +11,8 @@ import torch
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import from_bits
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.interop import fit_to_jax
 

@@ -13,12 +13,13 @@ import torch
 
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.buffer import Arrays, Buffer, Restore
+from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.plan import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, Selection, Uniform, Windows
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
 from rlstructs.replay.intake.arrays import host_array, spec_of
 from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
 from rlstructs.structures.trajectories import Trajectories

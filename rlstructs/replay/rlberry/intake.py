@@ -16,10 +16,9 @@ from rlstructs.replay.intake.roles import ends_among
 from rlstructs.replay.intake.trajectories import NAMES, STATES, Steps, key_of
 from rlstructs.replay.keep.checks import Claims, dtype_called
 from rlstructs.replay.leave.gathered_column import GatheredColumn
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec, cast
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import ALL, Storage
-from rlstructs.replay.rows.widening import cast
 from rlstructs.structures.trajectories import Trajectories
 
 # Further tags of trajectories, beside `NAMES`, which is set up if no tag is.

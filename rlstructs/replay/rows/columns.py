@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from rlstructs.debug import is_on, poison
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock, available_bytes
 from rlstructs.replay.rows.lanes import LANE, SLOT, Ring, RowIds
@@ -24,7 +21,7 @@ from rlstructs.replay.rows.records import (
     row_dtype,
     width_of,
 )
-from rlstructs.replay.rows.widening import cast
+from rlstructs.replay.rows.spec import Spec, cast
 
 # How many sets of names `gather` remembers.
 MOST_GATHERINGS = 64
@@ -34,49 +31,6 @@ BYTES_AT_ONCE = 1 << 20
 MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate", "_steps"])
 # Rows that are written at a time, all columns of them: their records stay in a core's cache meanwhile.
 ROWS_AT_ONCE = 4096
-# The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
-BFLOAT16_NAN = 0x7FC0
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The type of a column's rows.
-
-    Attributes:
-        dtype: numpy's; object for rows that are Python objects, whose shape is ().
-        shape: of one row.
-        fill: the value of rows that are written without this column; None for the default, see `unwritten`.
-        is_bfloat16: whether the rows, int16, are the bits of bfloat16.
-    """
-
-    dtype: np.dtype
-    shape: tuple[int, ...] = ()
-    fill: Any = None
-    is_bfloat16: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_object(self) -> bool:
-        """Whether rows are Python objects."""
-        return bool(self.dtype == OBJECT)
-
-    @property
-    def unwritten(self) -> Any:
-        """The value of unwritten rows: `fill`, or NaN for floats and zero for others; poison in debug mode."""
-        if self.fill is not None or self.is_object:
-            return self.fill
-        return self.poison if is_on() or self.is_bfloat16 or self.dtype.kind in "fc" else 0
-
-    @property
-    def poison(self) -> Any:
-        """The value of rows that must not be read."""
-        if self.is_object:
-            return None
-        return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
 
 
 class Columns(RowIds):

@@ -14,8 +14,9 @@ import numpy as np
 
 from rlstructs.replay.rows.backing import Backing
 from rlstructs.replay.rows.blocks import rounds
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.lanes import ALL, Ring
+from rlstructs.replay.rows.spec import Spec
 
 EPISODE = "episode"
 PAIR = Spec(np.dtype(np.int32), (2,))
@@ -161,12 +162,10 @@ class Episodes:
                 if start + count > capacity:
                     lengths[lane, : start + count - capacity] = total
             return
-        counts = np.maximum(heads - np.maximum(heads - before, heads + n_new - capacity), 0)
-        # Of each row that stays: which of the lanes it is of, and how many of its rows come before it.
-        ordinal = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        steps = np.repeat(heads - counts, counts) + ordinal
-        rows = self.columns.at_steps(np.repeat(lanes, counts), steps)
-        self.columns.flat[EPISODE][rows, LENGTH] = np.repeat(totals, counts)
+        counts = np.clip(before, 0, capacity - n_new)
+        ends, which = counts.cumsum(), np.repeat(np.arange(n), counts)  # of each row that stays: whose it is
+        rows = self.columns.at_steps(lanes[which], (heads - ends)[which] + np.arange(which.size))
+        self.columns.flat[EPISODE][:, LENGTH][rows] = totals[which]
 
     def close(self, lanes: np.ndarray, n_steps: np.ndarray | None = None) -> None:
         """Ends the unfinished episodes of these lanes, int64 (n,), at their newest rows; `n_steps` long if known."""

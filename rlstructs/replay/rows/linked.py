@@ -15,8 +15,9 @@ import numpy as np
 
 from rlstructs.errors import StateError
 from rlstructs.replay.rows.backing import Backing
-from rlstructs.replay.rows.columns import Columns, Spec, pieces
+from rlstructs.replay.rows.columns import Columns, pieces
 from rlstructs.replay.rows.lanes import ALL, LANE
+from rlstructs.replay.rows.spec import Spec
 
 # Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
 SMALLEST = 256

@@ -14,8 +14,9 @@ import torch
 
 from rlstructs.errors import StateError
 from rlstructs.replay.rows.backing import Backing
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.lanes import LANE
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.structures.arrays import tensor_to_array
 
 # Dtypes that torch cannot index or numpy lacks, and those that their bits are stored as.

@@ -6,13 +6,12 @@ A column alone in memory costs a draw a cache miss for each row; a record costs 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rlstructs.replay.rows.backing import Block
-    from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.backing import Block
+from rlstructs.replay.rows.spec import Spec
 
 # Columns with rows of so many bytes have memory of their own: a draw of one of them reads what it needs and no more.
 # Linked columns, whose rows are at least as long, are never in a record.

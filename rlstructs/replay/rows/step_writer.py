@@ -16,10 +16,10 @@ from torch import Tensor
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
 from rlstructs.replay.intake.roles import is_info
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.episodes import EPISODE, LENGTH, TIME
 from rlstructs.replay.rows.lanes import EPISODE_CHANGES, InStep, keep_order
 from rlstructs.replay.rows.records import as_items
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import ALL, Storage
 
 # What no array has: bits of bfloat16 are always converted, and objects copied.

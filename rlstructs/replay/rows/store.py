@@ -23,11 +23,12 @@ from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.draw.view import View
 from rlstructs.replay.rows.backing import Backing, Heap, Shared
 from rlstructs.replay.rows.blocks import lead_of
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EPISODE_CHANGES, LANE, REWRITES, Counters, Ring, RowIds, keep_order
 from rlstructs.replay.rows.linked import LinkedColumns
+from rlstructs.replay.rows.spec import Spec
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 
@@ -54,7 +55,7 @@ class Storage(CopiedWhole):
         columns: existing ones of this size and order; None for new ones in `backing`.
 
     Example:
-        >>> from rlstructs.replay.rows.columns import Spec
+        >>> from rlstructs.replay.rows.spec import Spec
         >>> storage = Storage(n_lanes=2, capacity=4)
         >>> storage.columns.add("reward", Spec(np.dtype(np.float32)))
         >>> storage.write({"reward": np.ones((2, 3), np.float32)})  # 2 lanes, 3 rows each
@@ -420,25 +421,6 @@ class Storage(CopiedWhole):
                 for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
                     arrays[name][at] = replacements[name]
         raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
-
-    def read_all(self, rows: Callable[[View], np.ndarray], read: Callable[[np.ndarray], A]) -> tuple[np.ndarray, A]:
-        """Reads all valid rows in an order; threads of this process wait.
-
-        Args:
-            rows: lists them, int64 (n,).
-            read: reads them, a list or dict of arrays whose first axis is n.
-
-        Returns:
-            The rows and the arrays, without the rows that other processes have overwritten meanwhile.
-        """
-        with self.lock:
-            every = rows(view := self.view())
-            arrays, stale = read(every), self.find_overwritten(Selection(every[:, None], view))
-        if stale is None:
-            return every, arrays
-        for name in arrays if isinstance(arrays, dict) else range(len(arrays)):
-            arrays[name] = arrays[name][~stale]
-        return every[~stale], arrays
 
     def is_current(self, view: View) -> bool:
         """Whether nothing was written since, so that rows that were read before this call are whole."""

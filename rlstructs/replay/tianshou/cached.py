@@ -16,9 +16,8 @@ from rlstructs.replay.intake.info_columns import OBJECTS, Plan, adopt, held_valu
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.rows.blocks import rounds
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec, widened
 from rlstructs.replay.rows.store import Storage
-from rlstructs.replay.rows.widening import widened
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.intake import MalformedBufferError, TransitionIntake, as_float64
 from rlstructs.replay.tianshou.options import Options

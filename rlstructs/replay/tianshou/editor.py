@@ -14,7 +14,7 @@ from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array, is_ma
 from rlstructs.replay.intake.infos import info_items
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
 from rlstructs.replay.tianshou.options import reading_of

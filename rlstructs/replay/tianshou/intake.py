@@ -19,11 +19,10 @@ from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.keep.checks import MOST, Claims, check_aligned
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.rows.blocks import as_slice, rounds
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.replay.rows.spec import Spec, widened
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import ALL
-from rlstructs.replay.rows.widening import widened
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.options import Options
 from rlstructs.replay.tianshou.running import Added, Running

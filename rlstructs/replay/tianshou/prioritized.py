@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.buffer import Arrays, Restore
 from rlstructs.replay.draw.plan import Fields, Picker
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import host_array, real_numbers
 from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.tianshou.editor import Editor
 from rlstructs.replay.tianshou.options import forward
 from rlstructs.replay.tianshou.reader import Pick, Reader

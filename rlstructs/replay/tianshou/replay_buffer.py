@@ -12,12 +12,13 @@ import torch
 
 from rlstructs.checks import check_count, clean_text
 from rlstructs.errors import FileError, SpecError
-from rlstructs.replay.buffer import Arrays, Buffer, Restore
+from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import flat_items, host_array
 from rlstructs.replay.intake.intake import FILL, GROW
 from rlstructs.replay.keep import saving
 from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns

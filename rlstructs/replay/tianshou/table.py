@@ -15,8 +15,8 @@ from rlstructs.replay.draw.view import AnyView, View, numbered
 from rlstructs.replay.intake.arrays import from_bits, host_array
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.leave.gathered_column import GatheredColumn
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.lanes import REWRITES
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, FLAGS, REW, sources_of

@@ -24,7 +24,7 @@ from rlstructs.replay.intake.arrays import flat_items, host_array, is_mapping
 from rlstructs.replay.intake.infos import info_items
 from rlstructs.replay.intake.roles import INFO, is_beside, is_info
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 
 OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
 FLAGS = ("terminated", "truncated")

@@ -9,8 +9,8 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
 from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.leave.export import Exporter
-from rlstructs.replay.rows.columns import Spec
 from rlstructs.replay.rows.copies import lock_that_forks
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.episode_marks import EpisodeMarks

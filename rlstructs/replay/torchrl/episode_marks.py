@@ -11,7 +11,8 @@ import torch
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import encoded, find_marks, host_array
 from rlstructs.replay.intake.roles import ends_among
-from rlstructs.replay.rows.columns import Columns, Spec
+from rlstructs.replay.rows.columns import Columns
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.given_rows import GivenRows
 from rlstructs.replay.torchrl.samplers import Sampler

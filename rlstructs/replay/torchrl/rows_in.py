@@ -13,7 +13,7 @@ from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
 from rlstructs.replay.intake.arrays import flat_items, host_array
 from rlstructs.replay.intake.intake import ERROR, Intake
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.columns import Spec
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows

@@ -1,15 +1,63 @@
-"""Finds a dtype that holds the values of a column and new ones exactly, and casts values without losing any."""
+"""`Spec`, the dtype and shape of a column; dtypes that hold its values and new ones; and casts that lose no value."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from rlstructs.debug import is_on, poison
 from rlstructs.errors import SpecError
+from rlstructs.replay.rows.objects import OBJECT
 
 # numpy's kinds of numbers; those of a higher rank hold those of a lower one.
 RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+# The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
+BFLOAT16_NAN = 0x7FC0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The type of a column's rows.
+
+    Attributes:
+        dtype: numpy's; object for rows that are Python objects, whose shape is ().
+        shape: of one row.
+        fill: the value of rows that are written without this column; None for the default, see `unwritten`.
+        is_bfloat16: whether the rows, int16, are the bits of bfloat16.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...] = ()
+    fill: Any = None
+    is_bfloat16: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_object(self) -> bool:
+        """Whether rows are Python objects."""
+        return bool(self.dtype == OBJECT)
+
+    @property
+    def unwritten(self) -> Any:
+        """The value of unwritten rows: `fill`, or NaN for floats and zero for others; poison in debug mode."""
+        if self.fill is not None or self.is_object:
+            return self.fill
+        return self.poison if is_on() or self.is_bfloat16 or self.dtype.kind in "fc" else 0
+
+    @property
+    def poison(self) -> Any:
+        """The value of rows that must not be read."""
+        if self.is_object:
+            return None
+        return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
 
 
 def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | None:
