@@ -217,7 +217,7 @@ def _buffer(suffix: str) -> Subject:
         return buffer
 
     def content(buffer: Buffer) -> Any:
-        rows = buffer._view().every_row()
+        rows = buffer._storage.view().every_row()
         arrays = [array.tobytes() for array in buffer._storage.gather(list(buffer._specs), rows)]
         times = buffer._storage.episodes.times(rows).tolist()
         return list(buffer._specs), arrays, times, rows.tolist(), buffer._rng.bit_generator.state

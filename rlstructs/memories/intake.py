@@ -107,10 +107,11 @@ class TensorIntake(LaneIntake):
 
     def count_laps(self) -> int:
         """Counts how often every environment has filled all its rows."""
-        return self._find_step().count_least() // self._tensors.lead[0]
+        return self.find_step().count_least() // self._tensors.lead[0]
 
-    def _find_step(self) -> InStep:
-        return self._step_writer.find_step() or InStep(self._tensors.storage.ring)
+    def find_step(self) -> InStep:
+        """Which environments have as many rows as the others."""
+        return self._step_writer.find_step()
 
     def write_quickly(self, given: Mapping[str, Any], strict: bool) -> bool:
         """Writes a row of each environment, or of the next ones; returns False if `add_rows` has to do it.
@@ -129,7 +130,7 @@ class TensorIntake(LaneIntake):
             return False
         lanes, n_timesteps, n_lanes = None, 1, n or 1
         if n is None or 0 < n < num_envs:
-            lanes = None if num_envs == 1 else self._find_step().next_lanes(n_lanes)
+            lanes = None if num_envs == 1 else self.find_step().next_lanes(n_lanes)
             if lanes is None and num_envs > 1:
                 return False
         elif num_envs == 1 and 0 < n <= tensors.lead[0]:

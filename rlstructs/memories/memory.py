@@ -94,7 +94,7 @@ class Memory(StoredTensors, ABC):
     @property
     def filled(self) -> bool:
         """Whether every environment has filled all its rows."""
-        return self._tensors.find_cursor().is_full
+        return self._tensors.find_cursor(self._intake.find_step()).is_full
 
     @filled.setter
     def filled(self, value: bool) -> None:
@@ -103,7 +103,7 @@ class Memory(StoredTensors, ABC):
     @property
     def memory_index(self) -> int:
         """The row that is written next; that of the furthest environment if they are more than a row apart."""
-        return self._tensors.find_cursor().row
+        return self._tensors.find_cursor(self._intake.find_step()).row
 
     @memory_index.setter
     def memory_index(self, value: int) -> None:
@@ -112,7 +112,7 @@ class Memory(StoredTensors, ABC):
     @property
     def env_index(self) -> int:
         """Number of environments whose row `memory_index` is written; 0 if they are more than a row apart."""
-        return self._tensors.find_cursor().env
+        return self._tensors.find_cursor(self._intake.find_step()).env
 
     @env_index.setter
     def env_index(self, value: int) -> None:

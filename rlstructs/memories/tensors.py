@@ -23,7 +23,7 @@ from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
-from rlstructs.replay.rows.lanes import EXPOSED, SLOT
+from rlstructs.replay.rows.lanes import EXPOSED, SLOT, InStep
 from rlstructs.replay.rows.on_device import TensorColumns
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
@@ -74,7 +74,6 @@ class Tensors:
         self._unmissed: set[str] = set()  # names of no tensor that need no warning, or have had it
         self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
         self._available: int | None = None  # bytes, when the first of the planned tensors was
-        self._cursor: tuple[Any, Cursor] | None = None  # the last one, and the view of rows at that time
         self._live: dict[tuple[str, bool], tuple[Any, Any]] = {}  # arrays that programs got, and the columns below them
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
@@ -341,16 +340,13 @@ class Tensors:
 
     # Cursor
 
-    def find_cursor(self) -> Cursor:
-        """Finds where the next row is written."""
-        view = self.storage.view()
-        if self._cursor is not None and self._cursor[0] is view:
-            return self._cursor[1]
-        ring, (memory_size, _) = self.storage.ring, self.lead
-        low, high = int(ring.head.min()), int(ring.head.max())
-        row, env = (high, 0) if high - low > 1 else (low, int((ring.head > low).sum()))
-        self._cursor = view, Cursor(bool(ring.is_full().all()), row % memory_size, env)
-        return self._cursor[1]
+    def find_cursor(self, step: InStep) -> Cursor:
+        """Finds where the next row is written; `step` says which environments have as many rows as the others."""
+        row, env, heads = step.head, step.n_ahead, self.storage.ring.head
+        if row is None:
+            low, high = int(heads.min()), int(heads.max())
+            row, env = (high, 0) if high - low > 1 else (low, int((heads > low).sum()))
+        return Cursor(step.count_least() >= self.lead[0], row % self.lead[0], env)
 
     def set_cursor(self, **changes: Any) -> None:
         """Makes the rows up to a new cursor valid; drops all others if the cursor moves back.
@@ -358,7 +354,8 @@ class Tensors:
         Args:
             changes: attributes of the cursor that change.
         """
-        storage, lanes, cursor = self.allocate(), np.arange(self.lead[1]), self.find_cursor()
+        storage, lanes = self.allocate(), np.arange(self.lead[1])
+        cursor = self.find_cursor(InStep(storage.ring))
         now, then = cursor.count_rows(*self.lead), cursor._replace(**changes).count_rows(*self.lead)
         head = storage.ring.head
         starts_anew = np.ptp(head) > 1 or bool((then < now).any())
@@ -373,7 +370,7 @@ class Tensors:
 
     def __getstate__(self) -> dict[str, Any]:
         device = self.framework.device_name(self.device)  # jax's and warp's belong to a process
-        return {**vars(self), "device": device, "_cursor": None, "_live": {}}
+        return {**vars(self), "device": device, "_live": {}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

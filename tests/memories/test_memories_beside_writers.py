@@ -171,7 +171,7 @@ class PrioritizedChunks(PrioritizedTianshous):
     def priorities(buffer):
         rows = buffer._storage.view().every_row()
         [numbers] = buffer._storage.gather(["a"], rows)
-        buffer._priorities.follow(buffer._view())
+        buffer._priorities.follow(buffer._storage.view())
         return numbers, buffer._priorities.tree.values[rows]
 
 

@@ -470,7 +470,7 @@ def test_csv_files_that_were_changed_are_refused(kind, tmp_path, change):
 STATES = {
     "another version": ({"version": 99}, "version 99, this program reads version"),
     "no version": ({"version": None}, "version None, this program reads version"),
-    "another program": ({"format": "others"}, "not ours|not one of ours"),
+    "another program": ({"format": "others"}, "no header of rlstructs|not one of ours"),
     "another class": ({"class": "DictTensor"}, "DictTensor|not one of ours"),
 }
 

@@ -68,7 +68,7 @@ def numbered(start, n):
 
 def held(buffer):
     """The numbers of the rows, the oldest first."""
-    return buffer["next/reward"][buffer._view().row_ids(np.arange(len(buffer)))].tolist()
+    return buffer["next/reward"][buffer._storage.view().row_ids(np.arange(len(buffer)))].tolist()
 
 
 def by_id(start, stop, size, first=0):
@@ -392,7 +392,9 @@ def test_one_row_at_a_time_fills_and_wraps_a_list_storage():
     buffer = made(max_size=2000)
     assert [buffer.add({"x": t, "done": t % 7 == 6}) for t in range(2500)] == [t % 2000 for t in range(2500)]
     assert buffer["x"].tolist() == by_id(500, 2500, 2000)
-    assert (buffer._storage.episodes.times(buffer._view().row_ids(np.arange(2000))) == np.arange(500, 2500) % 7).all()
+    assert (
+        buffer._storage.episodes.times(buffer._storage.view().row_ids(np.arange(2000))) == np.arange(500, 2500) % 7
+    ).all()
 
 
 class Filling(torch.nn.Module):
@@ -1075,7 +1077,7 @@ def test_episodes_follow_ends_that_are_changed(storage):
     buffer = made(storage, 10)
     t = torch.arange(9)
     buffer.extend({"obs": t.float(), "next": {"reward": torch.ones(9), "done": t % 3 == 2}})
-    times = lambda: buffer._storage.episodes.times(buffer._view().row_ids(np.arange(9))).tolist()  # noqa: E731
+    times = lambda: buffer._storage.episodes.times(buffer._storage.view().row_ids(np.arange(9))).tolist()  # noqa: E731
     assert times() == [0, 1, 2] * 3
     buffer[2] = {"next/done": False}
     assert times() == [0, 1, 2, 3, 4, 5, 0, 1, 2]

@@ -321,7 +321,7 @@ class PrioritisedMachine(BufferMachine):
         if not hasattr(self, "buffer") or not self.rows:
             return
         buffer = self.buffer
-        buffer.sampler._of().follow(buffer._view())
+        buffer.sampler._of().follow(buffer._storage.view())
         found = buffer.sampler._of().tree.values
         expected = np.zeros(found.size)
         for row_id, row in self.held().items():

@@ -170,7 +170,7 @@ def prioritised(n_rows=0, max_size=10, **settings):
 
 def leaves(buffer):
     """What every row counts, by row id; those that were written since the last draw, too."""
-    buffer.sampler._of().follow(buffer._view())
+    buffer.sampler._of().follow(buffer._storage.view())
     return buffer.sampler._of().tree.values[: len(buffer)]
 
 

@@ -60,7 +60,7 @@ def test_a_next_observation_stored_through_the_next_row_reads_as_it_was_written(
             n = lengths[lane] if ragged else n_timesteps
             model.write(lane, list(zip(obs[lane, :n].tolist(), following[lane, :n].tolist(), strict=True)))
         change = data.draw(st.sampled_from(["", "obs", "obs_next", "clear", "grow"]))
-        view = buffer._view()
+        view = buffer._storage.view()
         if change in ("obs", "obs_next") and view.total:
             row = data.draw(st.integers(0, view.total - 1))
             [lane], [step] = (x.tolist() for x in (buffer._storage.columns.places(view.every_row())[0][[row]],
@@ -77,7 +77,7 @@ def test_a_next_observation_stored_through_the_next_row_reads_as_it_was_written(
             buffer._storage.grow(model.capacity)
             buffer._storage.alignment = model.capacity
         assert "obs_next" in buffer._storage.columns.links
-        rows, _ = buffer._view().by_lane(1)
+        rows, _ = buffer._storage.view().by_lane(1)
         expected = [row for lane in model.lanes for row in lane]
         for name, at in (("obs", 0), ("obs_next", 1)):
             [values] = buffer._storage.gather([name], rows)
@@ -144,7 +144,7 @@ def test_a_store_that_grows_keeps_rows_episodes_and_row_ids():
 
 def sample(buffer, rows, reading):
     rows, names = np.asarray(rows), list(buffer._specs)
-    arrays = reading.read(buffer._storage, buffer._view(), names, rows.reshape(len(rows), -1))
+    arrays = reading.read(buffer._storage, buffer._storage.view(), names, rows.reshape(len(rows), -1))
     return {name: np.asarray(array)[:, 0] if rows.ndim == 1 else np.asarray(array) for name, array in arrays.items()}
 
 
@@ -206,7 +206,7 @@ def test_a_file_restores_everything(suffix, n, tmp_path):
     second.load(tmp_path / f"x{suffix}")
     assert len(first) == len(second)
     assert first._rng.random() == second._rng.random()
-    rows = first._view().every_row()
+    rows = first._storage.view().every_row()
     for a, b in zip(*(x._storage.gather(list(first._specs), rows) for x in (first, second)), strict=True):
         np.testing.assert_array_equal(a, b)
     for buffer in (first, second):
@@ -214,7 +214,7 @@ def test_a_file_restores_everything(suffix, n, tmp_path):
             "obs": frames([[1], [2]]), "obs_next": frames([[5], [5]]), "flag": np.zeros((2, 1), bool),
             "half": torch.zeros(2, 1, dtype=torch.bfloat16), "terminated": np.zeros((2, 1), bool),
         })  # fmt: skip
-    rows = first._view().every_row()
+    rows = first._storage.view().every_row()
     for a, b in zip(*(x._storage.gather(list(first._specs), rows) for x in (first, second)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert (first._storage.episodes.times(rows) == second._storage.episodes.times(rows)).all()
@@ -238,7 +238,9 @@ def test_a_file_may_have_stored_next_observations_in_another_way(n, tmp_path):
         return buffer
 
     def read(buffer):
-        return [array.tolist() for array in buffer._storage.gather(list(buffer._specs), buffer._view().every_row())]
+        return [
+            array.tolist() for array in buffer._storage.gather(list(buffer._specs), buffer._storage.view().every_row())
+        ]
 
     for link in (True, False):
         saved, other = filled(link, 0, n), filled(not link, 50, 4)
@@ -275,7 +277,7 @@ def test_trajectories_come_in_with_valid_steps_only(n_lanes):
     steps = TemporalDictTensor({"observation/frame": t, "_observation/terminated": done}, lengths)
     buffer = Buffer(n_lanes, 10, seed=0)
     buffer.add_trajectories(Trajectories(DictTensor({"env_index": torch.arange(3)}), steps))
-    rows = buffer._view().by_lane(1)[0]
+    rows = buffer._storage.view().by_lane(1)[0]
     assert buffer._storage.gather(["observation/frame"], rows)[0].tolist() == [0, 1, 10, 11, 12, 13, 20]
     assert buffer._storage.episodes.times(rows).tolist() == [0, 1, 0, 1, 2, 3, 0]
     with pytest.raises(SpecError, match="unknown key"):

@@ -985,3 +985,24 @@ def test_rows_are_counted_by_lane_and_then_by_slot(order):
         np.testing.assert_array_equal(view.by_slot(np.arange(view.total)), expected)
         with pytest.raises(IndexError):
             view.by_slot(np.array([view.total]))
+
+
+@pytest.mark.parametrize("order", ["lane", "slot"])
+def test_lengths_of_many_episodes_are_set_as_those_of_each(order):
+    rng, n_lanes, capacity = np.random.default_rng(0), 40, 7
+    for _ in range(30):
+        stores = [make_storage(n_lanes, capacity, order) for _ in range(2)]
+        heads = np.full(n_lanes, 9) if rng.random() < 0.3 else rng.integers(capacity, 50, n_lanes)
+        lanes = rng.permutation(n_lanes)[: rng.integers(9, n_lanes)]
+        before, totals = rng.integers(0, 2 * capacity, (2, lanes.size)).astype(np.int32)
+        n_new = 1 if rng.random() < 0.5 else rng.integers(0, capacity + 1, lanes.size)
+        for storage in stores:
+            storage.track_episodes()
+            storage.ring.head[:] = heads
+        stores[0].episodes.set_lengths(lanes, before, totals, n_new)
+        for at in range(lanes.size):
+            one = slice(at, at + 1)
+            n_after = n_new if isinstance(n_new, int) else n_new[one]
+            stores[1].episodes.set_lengths(lanes[one], before[one], totals[one], n_after)
+        many, each = (storage.episodes.columns.flat["episode"] for storage in stores)
+        assert many.tolist() == each.tolist()

@@ -311,10 +311,13 @@ class StepWriter:
         # Unless workers write, or a writer was killed.
         return self._can_write and self._heads[some].tobytes() == self._reserved[some].tobytes()
 
-    def find_step(self) -> InStep | None:
-        """Which lanes are in step; None unless this writer alone has written since it looked."""
-        is_known = self._version == self._storage.version and self._storage.is_private
-        return self._step if is_known else None
+    def find_step(self) -> InStep:
+        """Which lanes are in step."""
+        if not self._storage.is_private:  # other processes may have written
+            return InStep(self._storage.ring)
+        if self._version != self._storage.version:
+            self._prepare()
+        return self._step
 
     def _prepare(self) -> None:
         """Finds out what is needed to write to the store as it is now."""
