@@ -93,9 +93,17 @@ class TensorIntake(LaneIntake):
     def as_rows(self, name: str, value: Any, known: Spec | None) -> tuple[Any, Spec]:
         if known is not None:
             return super().as_rows(name, value, known)
-        dtype = self._tensors.convert_dtype(name, dtype_name(value.dtype), by_name=True)
-        spec = self._tensors.make_spec(dtype, ())
+        spec = self._make_spec(name, value)
         return self.storage.columns.converted(name, super().as_rows(name, value, spec)[0], spec), spec
+
+    def find_specs(self, values: Mapping[str, Any]) -> dict[str, Spec]:
+        specs = self.specs
+        return specs | {name: self._make_spec(name, each) for name, each in values.items() if name not in specs}
+
+    def _make_spec(self, name: str, value: torch.Tensor) -> Spec:
+        """The spec of a new tensor of single numbers for these."""
+        dtype = self._tensors.convert_dtype(name, dtype_name(value.dtype), by_name=True)
+        return self._tensors.make_spec(dtype, ())
 
     def add_columns(self, made: dict[str, Spec]) -> None:
         """Creates tensors.

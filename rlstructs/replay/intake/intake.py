@@ -189,11 +189,15 @@ class Intake:
 
     def prepare(self, steps: Steps) -> Steps:
         """Checks steps, and finds out where their episodes begin and end."""
-        values = self.prepare_columns(steps.for_columns(self.specs))
+        values = self.prepare_columns(steps.for_columns(self.find_specs(steps.values)))
         steps = replace(steps, values=values).with_ends(self.find_ends(values))
         steps = steps.after(self.storage)
         self.check_steps(steps)
         return steps
+
+    def find_specs(self, values: Mapping[str, Any]) -> dict[str, Spec]:
+        """The specs of the columns, and of those that values of trajectories will have other dtypes in."""
+        return self.specs
 
     def default_names(self, keys: Collection[str]) -> dict[str, str]:
         """Column -> key of trajectories where a program names none, with the policy version if it has a column."""

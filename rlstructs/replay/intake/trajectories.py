@@ -153,12 +153,11 @@ class Steps:
         return Steps(values, n, np.array([n]), np.zeros(1, np.int64), done, starts[inside][None])
 
     def for_columns(self, specs: Mapping[str, Spec]) -> dict[str, Any]:
-        """The values for columns of these specs; where they may have to be cast, padding becomes zero, which fits."""
+        """The values for columns of these specs; where they have to be cast, padding becomes zero, which fits."""
         inside, values = self.valid(), dict(self.values)
         for name in () if inside.all() else values:
             spec, each = specs.get(name), values[name]
-            dtype = str(each.dtype).removeprefix("torch.")
-            if not (dtype == "bfloat16" if spec is None else spec.is_bfloat16 or spec.dtype.name == dtype):
+            if not (spec is None or spec.is_bfloat16 or spec.dtype.name == str(each.dtype).removeprefix("torch.")):
                 array = host_array(name, each)
                 marks = inside.reshape(*inside.shape, *[1] * (array.ndim - 2))
                 values[name] = np.where(marks, array, array.dtype.type(0))
