@@ -13,9 +13,9 @@ IGNORED_HINT = (
 
 
 def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits in which the actions that a mask forbids have the lowest value, so that they are never drawn.
+    """Gives actions that a mask forbids the lowest logit, so that none is drawn.
 
-    That holds where allowed actions have the lowest value, or minus infinity, too: such logits are raised.
+    Allowed actions whose logit is that low themselves, or minus infinity, are raised above it.
 
     Args:
         logits: floats (..., n), one for each action of a Discrete space.
@@ -47,14 +47,20 @@ def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor 
 
 
 def _raise_lowest(logits: torch.Tensor, forbidden: torch.Tensor, lowest: float) -> torch.Tensor:
-    """Raises logits that are near the lowest value so far above it that only they are drawn; keeps their order."""
+    """Raises very low logits, so that an allowed action is drawn.
+
+    Only in rows where the allowed actions are all near the lowest value; keeps their order.
+    """
     highest = logits.detach().masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     is_low = (highest < lowest / 4) & (highest > -torch.inf)
     return (logits - highest.masked_fill(~is_low, 0)).clamp(min=lowest / 2)
 
 
 def read_mask(what: str, mask: torch.Tensor, ignored: torch.Tensor | None, hint: str = "") -> torch.Tensor:
-    """Returns which actions a mask (..., n) allows, bool; raises what `mask_logits` raises, of a mask called `what`."""
+    """Returns which actions a mask allows, bool (..., n).
+
+    Raises what `mask_logits` raises; `what` names the mask in the message.
+    """
     allowed = mask if mask.dtype == torch.bool else mask == 1
     if allowed is not mask and not torch.equal(allowed, mask != 0):
         strange = mask[(mask != 0) & ~allowed][0].item()

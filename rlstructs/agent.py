@@ -19,7 +19,7 @@ from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys, show
 from rlstructs.workers.public_names import set_module
 
-# Longer lists and dicts in an agent are not searched for networks: they hold data, and every rollout would read them.
+# Longer lists and dicts in an agent are not searched for networks: they hold data, and the search would slow rollouts.
 MOST_PARTS = 100
 
 
@@ -57,7 +57,9 @@ class RL_Agent:
     keeps_modes: bool = False
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
-        """The state before the first step after a reset, by `RL_Batcher.reset` or between two rollouts.
+        """Returns the state before the first step after a reset.
+
+        `RL_Batcher.reset` resets environments, and so may workers between two rollouts.
 
         Args:
             agent_info: B rows, or empty.
@@ -75,7 +77,7 @@ class RL_Agent:
         agent_info: DictTensor,
         history: TemporalDictTensor | None = None,
     ) -> tuple[DictTensor, DictTensor]:
-        """One step.
+        """Acts for one step.
 
         Args:
             state: B rows. Where an environment resets itself in a rollout, the agent has to reset its state: replace
@@ -95,7 +97,7 @@ class RL_Agent:
     def call_replay(
         self, trajectories: Trajectories, t: int, state: DictTensor | None
     ) -> tuple[DictTensor, DictTensor]:
-        """One step of a replay: what the agent would do at time t of recorded trajectories.
+        """Replays one step: returns what the agent would do at time t.
 
         Args:
             trajectories: B trajectories; rows that have ended before t take part, so mask their results.
@@ -103,7 +105,7 @@ class RL_Agent:
             state: the state returned at t - 1; None at t = 0, for the recorded state.
 
         Returns:
-            As `__call__`.
+            The output and the next state, as `__call__` returns them.
         """
         if state is None:
             if t != 0:
@@ -136,7 +138,9 @@ class RL_Agent:
         """
 
     def copy_for_evaluation(self) -> RL_Agent:
-        """Returns another agent that acts like this one, for `RL_Batcher.evaluate` to seed, run and close.
+        """Returns an agent that acts like this one, for `RL_Batcher.evaluate`.
+
+        `evaluate` seeds, runs and closes it.
 
         The default is `copy.deepcopy`. Define it if the agent holds something that cannot be copied, such as a lock, an
         open file or a tensor with a history, or something that the copy may share. The copy must not change this agent,
@@ -152,7 +156,10 @@ class RL_Agent:
 
 
 def takes_views(agent: Any) -> bool:
-    """Whether the class that defines an agent's `__call__`, or one derived from it, sets `takes_views`."""
+    """Whether the agent's class sets `takes_views`.
+
+    Only the class that defines `__call__`, and classes derived from it, count.
+    """
     for cls in type(agent).__mro__:
         if "takes_views" in vars(cls):
             return vars(cls)["takes_views"] is True
@@ -163,7 +170,10 @@ def takes_views(agent: Any) -> bool:
 
 @contextlib.contextmanager
 def evaluation_mode(agent: Any) -> Iterator[None]:
-    """Has the networks of an agent in evaluation mode in a `with` block, unless it keeps their modes."""
+    """Puts the agent's networks in evaluation mode in a `with` block.
+
+    Networks of an agent with `keeps_modes` are left alone.
+    """
     # The flag alone, not `eval()`: it can be put back, part by part, and a network may be the trainer's own.
     parts = [part for network in _networks(agent) for part in network.modules() if getattr(part, "training", False)]
     for part in parts:
@@ -196,7 +206,9 @@ def _networks(agent: Any) -> Iterator[torch.nn.Module]:
 
 @set_module("rlstructs")
 class RL_Agent_CheckDevice(RL_Agent):
-    """Checks the devices of an agent's arguments and results; passes other methods and attributes on.
+    """Checks the devices of an agent's arguments and results.
+
+    Other methods and attributes are the agent's own.
 
     Args:
         agent: the agent; `.agent`.
@@ -357,7 +369,10 @@ def _replay_pack(agent: Any, pack: PackedTrajectories, name: str) -> DictTensor:
 
 
 def _replay_nothing(method: Callable[..., Any], trajectories: Trajectories) -> dict[str, torch.Tensor]:
-    """The outputs (B, 0, ...) of a replay without steps; the replay of a step of padding gives keys and shapes."""
+    """Returns the outputs (B, 0, ...) of a replay without steps.
+
+    Replays one step of padding to find the keys and shapes.
+    """
     n, steps = trajectories.n_elems(), trajectories.trajectories
     rows = max(1, n)  # a policy cannot be drawn from without a row
     info = {key: tensor if n else tensor.new_zeros((1, *tensor.shape[1:])) for key, tensor in trajectories.info.items()}
@@ -379,14 +394,17 @@ def replay_agent_stateless(agent: RL_Agent, trajectories: Trajectories, replay_m
 
 
 def _find_method(agent: Any, name: str) -> Callable[..., Any]:
-    """The method of an agent that replays; raises TypeError for a network that has none."""
+    """Returns the agent's replay method; raises TypeError for a network without one."""
     if isinstance(agent, torch.nn.Module) and not hasattr(agent, name):
         raise TypeError(f"agent: {type(agent).__name__} has no {name}{MODULE_HINT}")
     return getattr(agent, name)  # type: ignore[no-any-return]
 
 
 class EmptyHistory(TemporalDictTensor):
-    """A history of no steps, for an agent that has put nothing out yet; it has every key."""
+    """A history of no steps, for an agent that has not acted yet.
+
+    It has every key: one that is not known is an empty tensor (B, 0).
+    """
 
     @classmethod
     def of(cls, observation: DictTensor) -> EmptyHistory:

@@ -37,7 +37,7 @@ DTYPES = {
 }
 # The most axes of an array, and the longest axis.
 MOST_AXES, MOST_NUMBERS = 32, 1 << 62
-# The number of a step that is not known; see `TemporalDictTensor.first_steps`.
+# Stands for an unknown step number; see `TemporalDictTensor.first_steps`.
 UNKNOWN = -1
 # The most characters that messages and tables show of a text, and of a name, that came from a file.
 LONGEST_TEXT, LONGEST_NAME = 500, 200
@@ -54,7 +54,7 @@ def warn_caller(text: str) -> None:
 def other_words(**words: str) -> Callable[[F], F]:
     """Decorates a function whose arguments have other names elsewhere, such as `other_words(seeds="seed")`.
 
-    A call with such a name raises a TypeError that says which argument there is.
+    A call with such a name raises a TypeError that names the right argument.
     """
 
     def decorate(function: F) -> F:
@@ -86,7 +86,10 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_size(name: str, size: Any) -> int:
-    """Returns a size as an int, like `check_count`, but also takes whole floats such as 1e6."""
+    """Returns a size as an int; also takes whole floats such as 1e6.
+
+    Otherwise like `check_count`.
+    """
     return check_count(name, int(size) if isinstance(size, (float, np.floating)) and size.is_integer() else size)
 
 
@@ -109,7 +112,10 @@ PETTINGZOO_HINT = (
 
 
 def hint_batch_first(shape: tuple[int, ...], n: int) -> str:
-    """Returns a hint for a tensor with its n rows on the second axis; "" for any other."""
+    """Returns a hint if a tensor has its n rows on the second axis.
+
+    "" for any other tensor.
+    """
     if len(shape) < 2 or shape[0] == n or shape[1] != n:
         return ""
     return BATCH_FIRST_HINT
@@ -140,7 +146,9 @@ def check_names(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """Returns a timeout as a Python number of seconds, or None: a float32 is too coarse to be added to a time.
+    """Returns a timeout as a Python number of seconds, or None.
+
+    A float32 would be too coarse to be added to a time.
 
     Raises:
         TypeError: it is neither None nor a number.
@@ -176,7 +184,10 @@ def call_factory(how: str, factory: Callable[..., Any], arguments: Mapping[str, 
 
 
 def _find_signature_error(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Says why a factory cannot be called with these arguments; "" if it can, or has no signature."""
+    """Returns why a factory cannot be called with these arguments, or "".
+
+    "" too if it has no signature.
+    """
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
@@ -196,7 +207,10 @@ def check_methods(needed: str, made: Any, *methods: str) -> None:
 
 
 def hint_wrapper(made: Any) -> str:
-    """Says how to make a VecEnv of environments, or an agent of a network; imports nothing for it."""
+    """Returns a hint: how to make a VecEnv or an agent of this.
+
+    "" if there is none; imports nothing.
+    """
     if hasattr(made, "state_dict") and hasattr(made, "forward"):
         return MODULE_HINT
     if hasattr(made, "possible_agents") or hasattr(made, "max_num_agents"):
@@ -214,7 +228,10 @@ def is_size(n: Any) -> bool:
 
 
 def clean_text(text: object, longest: int = LONGEST_TEXT) -> str:
-    """Text from a file or an error that is safe for a terminal: shortened, with control characters escaped."""
+    """Makes text from a file or an error safe for a terminal.
+
+    Shortens it, and escapes control characters.
+    """
     whole = str(text)
     start = whole[:longest]
     if not start.isprintable():

@@ -39,7 +39,10 @@ def deep_copy(agent: T) -> T:
 
 
 def copy_arguments(arguments: T) -> T:
-    """Copies a factory's arguments, by `deepcopy` or, if that fails (for a Python module, say), by a pickle."""
+    """Copies a factory's arguments by `deepcopy`, or by a pickle if that fails.
+
+    `deepcopy` fails for a Python module, for example.
+    """
     try:
         return copy.deepcopy(arguments)
     except Exception:
@@ -49,7 +52,10 @@ def copy_arguments(arguments: T) -> T:
 def _find_obstacle(
     value: Any, path: str, error: Exception, above: frozenset[int] = frozenset()
 ) -> tuple[str, Any, Exception]:
-    """Finds the innermost part that cannot be copied; returns its path, the part and the error."""
+    """Finds the innermost part that cannot be copied.
+
+    Returns its path, the part and the error.
+    """
     if len(above) < DEPTH:
         for name, part in _parts(value):
             if id(part) in above:
@@ -63,7 +69,10 @@ def _find_obstacle(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a value, each with its path from the value, such as `.a` or `[0]`."""
+    """Yields the parts of a value, each with its path, such as `.a`.
+
+    An entry has a path such as `[0]`.
+    """
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, deque)):

@@ -17,12 +17,18 @@ VARIABLE = "RLSTRUCTS_DEBUG"
 
 
 def is_on(asked: bool | None = None) -> bool:
-    """Whether debug mode is on: `asked`, or if that is None, whether the variable is set and not "0"."""
+    """Whether debug mode is on: `asked`, or the environment variable if None.
+
+    The variable must be set, and not "0".
+    """
     return os.environ.get(VARIABLE, "") not in ("", "0") if asked is None else asked
 
 
 def poison(dtype: np.dtype) -> Any:
-    """The value of this dtype that marks memory as unreadable; False for bools, which have none."""
+    """Returns the value of this dtype that marks memory as unreadable.
+
+    False for bools, which have none.
+    """
     if dtype.kind in "fc":
         return np.nan
     if dtype.kind in "iu":

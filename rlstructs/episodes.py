@@ -16,7 +16,7 @@ NAMES = ("return", "length", "env_index", "terminated", "truncated")
 REWARD, RAW, DONE = "_observation/reward", "_observation/raw_reward", "_observation/done"
 FLAGS = ("_observation/terminated", "_observation/truncated")
 NAMES_OF_STEPS = (REWARD, RAW, DONE, *FLAGS)
-# How many of the latest episodes are kept if nobody takes them; older ones are dropped to save memory.
+# The number of latest episodes to keep if nobody takes them; older ones are dropped to save memory.
 N_KEPT = 100_000
 # Each rollout adds a block of small arrays. This many blocks are joined into one, which takes a tenth of the memory.
 N_BLOCKS = 256
@@ -43,7 +43,7 @@ class EpisodeTracker:
         self._ended: list[tuple[np.ndarray, ...]] = []
         self._n_ended = 0
         self.n_dropped = 0  # episodes that were dropped because nobody took them
-        # Of the episodes that ended since `take_means`: how many, and the sums of their returns and lengths.
+        # The number of episodes that ended since `take_means`, and the sums of their returns and lengths.
         self._sums = _NO_SUMS
         self._missing: str | None = None
 
@@ -99,7 +99,10 @@ class EpisodeTracker:
         times: np.ndarray,
         flags: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Adds rewards (B, T+1), 0 in the padding, with the ends of K episodes at `rows` and `times`."""
+        """Adds rewards (B, T+1) with the ends of K episodes.
+
+        Rewards are 0 in the padding; the ends are at `rows` and `times`.
+        """
         n_ends = np.bincount(rows, minlength=env_index.size)
         # Episodes divide the rows into B + K segments: in each row those that ended, then one that has not.
         last = np.arange(env_index.size) + n_ends.cumsum()
@@ -136,7 +139,9 @@ class EpisodeTracker:
             self._lengths = np.append(self._lengths, np.zeros(missing, np.int64))
 
     def take(self) -> DictTensor:
-        """Returns the episodes that ended since the last call, one row each, and forgets them.
+        """Returns and forgets the episodes that ended since the last call.
+
+        One row each.
 
         If nobody takes them, at least the latest `N_KEPT` are kept, and all that the last `add` brought.
 
@@ -153,7 +158,9 @@ class EpisodeTracker:
         return DictTensor({name: torch.from_numpy(column) for name, column in zip(NAMES, columns, strict=True)})
 
     def take_means(self) -> dict[str, float]:
-        """Returns how many episodes ended since the last call, and the means of those; `take` may have taken them.
+        """Returns the number of episodes since the last call, and their means.
+
+        Counts also those that `take` has returned.
 
         Returns:
             `episode/count`, and unless that is 0 `episode/return` and `episode/length`; empty where steps do not tell.
@@ -181,7 +188,9 @@ _NONE = tuple(np.zeros(0, dtype) for dtype in (np.float64, np.int64, np.int64, b
 
 
 def _flags(terminated: np.ndarray | None, truncated: np.ndarray | None, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both flags of n steps that ended an episode; a missing one is the opposite of the other.
+    """Returns both flags of n steps that ended an episode.
+
+    A missing flag is the opposite of the other.
 
     Without both, all of the episodes terminated.
     """

@@ -65,7 +65,7 @@ class MissingKeyError(SpecError, KeyError):
 
 @set_module("rlstructs")
 class StateError(RLError, RuntimeError):
-    """A call is not allowed in the present state; the message names the call that is needed."""
+    """A call is not allowed now; the message names the call to make."""
 
 
 @set_module("rlstructs")

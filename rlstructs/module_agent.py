@@ -27,7 +27,7 @@ SUPPORTED = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.B
 
 @set_module("rlstructs")
 class ModuleAgent(RL_Agent):
-    """Draws actions from the policy that a network gives.
+    """Draws actions from a network's policy.
 
     Its output holds `action`, and `log_prob` (B,) where the policy is a distribution.
 
@@ -95,7 +95,7 @@ class ModuleAgent(RL_Agent):
         """Draws actions, B rows, from torch's global generator.
 
         Raises:
-            SpecError: what the module returns does not fit the action space.
+            SpecError: the module's output does not fit the action space.
         """
         # A distribution is made only where a subclass asks for it: making one takes as long as the network.
         find_policy = self._run if type(self).policy is ModuleAgent.policy else self.policy
@@ -105,8 +105,8 @@ class ModuleAgent(RL_Agent):
             running = _find_running(observation)
             if running is None or (self._last is None and not running.numel()):
                 raise
-            # The rows whose episodes have ended only reset (autoreset NEXT_STEP): nobody uses their actions, and what
-            # they show need not make sense to the module, such as a mask that allows nothing.
+            # The rows whose episodes have ended only reset (autoreset NEXT_STEP): nobody uses their actions, and their
+            # observations may be invalid for the module, for example a mask that allows nothing.
             if self._last is not None and not running.numel():
                 return self._last.index(torch.zeros_like(observation["done"], dtype=torch.int64)), state
             policy = find_policy(observation.index(running))
@@ -136,7 +136,7 @@ class ModuleAgent(RL_Agent):
         return DictTensor.trusted({"action": action, "log_prob": log_prob})
 
     def policy(self, observation: DictTensor) -> Distribution | torch.Tensor:
-        """The policy for B observations: a distribution, or the actions (B, ...) themselves.
+        """Returns the policy for B observations: a distribution, or actions (B, ...).
 
         Actions of a distribution for a Discrete or MultiDiscrete space count from 0.
         """
@@ -144,7 +144,10 @@ class ModuleAgent(RL_Agent):
         return found.distribution() if isinstance(found, Logits) else found
 
     def _run(self, observation: DictTensor) -> Distribution | Logits | torch.Tensor:
-        """Runs the module on B observations; returns its distribution, its logits, or the actions (B, ...)."""
+        """Runs the module on B observations.
+
+        Returns its distribution, its logits, or the actions (B, ...).
+        """
         inputs = observation["frame"] if self._keys is None else {key: observation[key] for key in self._keys}
         try:
             given = self.module(inputs)
@@ -167,7 +170,10 @@ class ModuleAgent(RL_Agent):
         return Logits(given, are_bits=True) if isinstance(space, spaces.MultiBinary) else given
 
     def exploration_hint(self, observation: DictTensor) -> str | None:
-        """Says that nothing explores if the module gives the same actions of a Box again; None if it does not."""
+        """Returns a hint if the module never explores a Box, otherwise None.
+
+        It never does if it returns the same actions twice.
+        """
         if not isinstance(self._space, spaces.Box):
             return None
         first, second = self.policy(observation), self.policy(observation)
@@ -209,7 +215,10 @@ class Logits(NamedTuple):
 
 
 def draw(policy: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws like `policy.sample()`, in fewer calls; returns actions, and log-probabilities (B, ...) to be summed."""
+    """Draws like `policy.sample()`, in fewer calls.
+
+    Returns actions, and log-probabilities (B, ...) to be summed.
+    """
     base: Any = policy
     while type(base) is Independent:  # whose log-probabilities are sums
         base = base.base_dist
@@ -246,7 +255,10 @@ def _draw_bits(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _pad(logits: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Splits logits (B, sum(sizes)) by number, (B, k, max(sizes)); values that a number lacks have probability 0."""
+    """Splits logits (B, sum(sizes)) by number, (B, k, max(sizes)).
+
+    Values that a number lacks have probability 0.
+    """
     if min(sizes) == max(sizes):
         return logits
     return torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)[:, _find_places(sizes)]
@@ -254,7 +266,10 @@ def _pad(logits: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 @functools.lru_cache
 def _find_places(sizes: tuple[int, ...]) -> torch.Tensor:
-    """The column of each value of each number in a row of logits, int64 (k, max(sizes)); padded with `sum(sizes)`."""
+    """Returns the columns of each number's values in a row of logits.
+
+    int64 (k, max(sizes)), padded with `sum(sizes)`.
+    """
     places, first = torch.full((len(sizes), max(sizes)), sum(sizes), device="cpu"), 0
     for row, size in zip(places, sizes, strict=True):
         row[:size] = torch.arange(first, first + size)
@@ -263,9 +278,10 @@ def _find_places(sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def _find_running(observation: DictTensor) -> torch.Tensor | None:
-    """Which row to show in place of each, so that only running episodes are shown: int64 (B,).
+    """Returns rows to show in place of finished episodes, int64 (B,).
 
-    Empty if no episode runs, None if none has ended.
+    Each row is replaced by a running episode's, unless it runs itself. Empty if no episode runs, None if none has
+    ended.
     """
     if "done" not in observation or (done := observation["done"]).ndim != 1 or not done.any():
         return None
@@ -274,7 +290,10 @@ def _find_running(observation: DictTensor) -> torch.Tensor | None:
 
 
 def _find_nan(policy: Distribution, module: torch.nn.Module) -> str | None:
-    """Says in which row a distribution has NaN, and whether the module's parameters have; None if it has none."""
+    """Describes NaN in a distribution: its row, and the module's parameters.
+
+    None if there is no NaN.
+    """
     for name in ("logits", "probs", "loc", "scale"):
         values = getattr(policy, name, None)
         if isinstance(values, torch.Tensor) and values.isnan().any():
@@ -286,7 +305,10 @@ def _find_nan(policy: Distribution, module: torch.nn.Module) -> str | None:
 
 
 def _find_other_dtype(seen: list[torch.Tensor], module: torch.nn.Module) -> str | None:
-    """Says that the floats of observations and of the module's parameters have different dtypes; None if not."""
+    """Describes different float dtypes of observations and the module's parameters.
+
+    None if they agree.
+    """
     given = {tensor.dtype for tensor in seen if tensor.is_floating_point()}
     own = {tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()}
     if not given or not own or given & own:
@@ -299,7 +321,10 @@ def _find_other_dtype(seen: list[torch.Tensor], module: torch.nn.Module) -> str 
 
 
 def _check_shape(given: Any, shape: tuple[int, ...], space: gymnasium.Space[Any]) -> torch.Tensor:
-    """Returns what the module returned; raises SpecError unless it is a tensor of this shape."""
+    """Returns the module's output; raises SpecError unless it has this shape.
+
+    It must be a tensor.
+    """
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
         found = f"a tensor {tuple(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         hint = "; compute values and what else there is in the trainer" if isinstance(given, tuple) else ""

@@ -49,7 +49,10 @@ class Moments:
         return self.m2 / self.count if self.count else np.ones(self.mean.shape)
 
     def merge(self, other: Moments) -> Moments:
-        """Returns the moments of the rows of both, exact up to rounding (Chan, Golub and LeVeque)."""
+        """Returns the moments of the rows of both, exact up to rounding.
+
+        After Chan, Golub and LeVeque.
+        """
         if not other.count:
             return self
         count = self.count + other.count

@@ -83,13 +83,19 @@ class RandomAgent(RL_Agent):
         return DictTensor.trusted({key: draw(n) for key, draw in self._draws.items()}), state
 
     def update(self, info: Any) -> None:
-        """Does nothing: the agent does not learn. The first time that it gets weights it says so in the log."""
+        """Does nothing, because the agent does not learn.
+
+        The first time that it gets weights it says so in the log.
+        """
         if info is not None and not self._was_updated:
             self._was_updated = True
             logger.warning("update: a RandomAgent does not learn; give the batcher the agent or network that does")
 
     def seed(self, seed: int) -> None:
-        """Drops what was drawn before, so that the next actions come from the newly seeded global stream of torch."""
+        """Drops actions drawn ahead.
+
+        The next actions come from the newly seeded global stream of torch.
+        """
         for draw in self._draws.values():
             draw.forget()
         if self._masked is not None:
@@ -106,7 +112,9 @@ NUMBER_BYTES, TENSOR_BYTES = 8, 512
 
 
 def _batches_ahead(n: int, n_leaves: int, row_bytes: int) -> int:
-    """The number of batches of n rows to draw at once, equal for all leaves of a space.
+    """Returns the number of batches of n rows to draw at once.
+
+    It is equal for all leaves of a space.
 
     Args:
         n: rows of a batch.
@@ -118,7 +126,7 @@ def _batches_ahead(n: int, n_leaves: int, row_bytes: int) -> int:
 
 
 class _DrawnAhead:
-    """Draws many batches of a leaf at once and hands them out one by one."""
+    """Draws many batches of a leaf at once, and returns them one by one."""
 
     def __init__(self, draw: Callable[[int], torch.Tensor], n_leaves: int, row_bytes: int) -> None:
         self._draw, self._sizes = draw, (n_leaves, row_bytes)
@@ -140,7 +148,10 @@ class _DrawnAhead:
 
 
 class _MaskedDraws:
-    """Draws the actions of a Discrete or MultiDiscrete space that a key of the observation allows."""
+    """Draws actions of a Discrete or MultiDiscrete space that a mask allows.
+
+    The mask is a key of the observation.
+    """
 
     def __init__(self, space: gymnasium.Space[Any], key: str) -> None:
         if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):

@@ -1,4 +1,4 @@
-"""Every random stream: where its seed comes from, and how global streams are seeded, read, set and saved.
+"""Derives the seeds of all random streams; seeds, reads, sets and saves global streams.
 
 Streams are derived by `numpy.random.SeedSequence`, so that no two of them overlap. They are keyed by the global index
 of the environment, so that they do not depend on the number of processes. torch is imported where it is used, because
@@ -44,7 +44,7 @@ class EnvSeed(int):
 
     Attributes:
         restart_number: times the streams have started anew, because the worker was replaced or a state was loaded.
-        life: how often the one environment was made anew that these are made for; 0 for all of a worker.
+        life: how often the one environment for which they are made was restarted; 0 for all of a worker.
     """
 
     root: int
@@ -73,21 +73,29 @@ def draw_seed() -> int:
 
 
 def seeds_argument(seeds: Sequence[int]) -> int | list[int]:
-    """The argument `seeds` with which a batcher gets these seeds, one per worker: one int, or the list."""
+    """Returns the argument `seeds` that gives a batcher these seeds.
+
+    There is one seed for each worker; the argument is one int, or the list.
+    """
     roots = {seed.root if isinstance(seed, EnvSeed) else None for seed in seeds}
     root = roots.pop() if len(roots) == 1 else None
     return [int(seed) for seed in seeds] if root is None else root
 
 
 def next_seed(seed: int, restart_number: int) -> int:
-    """The seed that replaces a worker's `seed` when its streams start anew for the `restart_number`-th time."""
+    """Returns the seed that replaces a worker's `seed` after a restart.
+
+    Its streams start anew for the `restart_number`-th time.
+    """
     if isinstance(seed, EnvSeed):
         return EnvSeed(seed.root, seed.worker_index, restart_number)
     return _derive_seed(seed, *_restart_key(restart_number))
 
 
 def life_seed(seed: int, index: int, number: int) -> int:
-    """The seed with which a worker makes one of its environments anew; an `EnvSeed` stays one, of the same worker.
+    """Returns the seed for making one of a worker's environments anew.
+
+    An `EnvSeed` stays one, of the same worker.
 
     Args:
         seed: of the worker.
@@ -104,14 +112,16 @@ def _restart_key(restart_number: int) -> tuple[int, ...]:
 
 
 def check_seeds(name: str, seeds: Any, n: int, owners: str, or_int: bool = True) -> list[int]:
-    """Returns one seed for each of `n` environments or processes, as ints; an `EnvSeed` stays one.
+    """Returns one seed for each of `n` environments or processes, as ints.
+
+    An `EnvSeed` stays one.
 
     Args:
         name: the argument's name.
         seeds: the argument.
         n: how many are needed.
         owners: "environments" or "processes".
-        or_int: whether the argument might have been one int, which the message then says.
+        or_int: whether the argument might have been one int; the message then says so.
 
     Raises:
         TypeError: `seeds` is not a sequence of ints.
@@ -148,15 +158,20 @@ def environment_seeds(seed: int | Sequence[int], n_envs: int) -> list[int]:
 
 
 def episode_seed(seed: int, number: int) -> int:
-    """The seed of an environment's episode with this number, below 2**32; `seed` is the environment's."""
+    """Returns the seed of an environment's episode, below 2**32.
+
+    `seed` is the environment's, `number` the episode's.
+    """
     return _derive_seed(seed, _EPISODE, number)
 
 
 def int32_seed(seed: int) -> int:
-    """A seed below 2**31: the given one if it is small enough, otherwise one derived from it.
+    """Returns a seed below 2**31.
 
-    Seeds of a worker's environments may be larger, and so may your own. Without their upper bits some of them would
-    give the same stream.
+    It is the given one if that is small enough, otherwise derived from it.
+
+    Seeds of a worker's environments may be larger, and so may your own. If their upper bits were dropped, some of them
+    would give the same stream.
 
     Example:
         >>> int32_seed(7), int32_seed(2**31), int32_seed(2**32)
@@ -167,12 +182,18 @@ def int32_seed(seed: int) -> int:
 
 
 def next_stream(seed: int, number: int) -> int:
-    """The seed of an environment's stream once it is made anew for the given time, after the `seed` of its last one."""
+    """Returns the seed of an environment's stream after its `number`-th restart.
+
+    `seed` is the one of the stream before.
+    """
     return _derive_seed(abs(int(seed)), _NEXT_STREAM, number)
 
 
 def seed_global_streams(seed: int, agent_seed: int | None) -> None:
-    """Seeds the global streams of `random`, numpy and torch, which agents and environments draw from."""
+    """Seeds the global streams of `random`, numpy and torch.
+
+    Agents and environments draw from these.
+    """
     import torch
 
     states = np.random.SeedSequence(
@@ -184,7 +205,9 @@ def seed_global_streams(seed: int, agent_seed: int | None) -> None:
 
 
 def seed_worker_streams(seeds: Sequence[int], agent_seeds: Sequence[int] | None, index: int) -> None:
-    """Seeds the global streams of a worker before it has a job; the job of a replacement seeds them again.
+    """Seeds the global streams of a worker before it has a job.
+
+    The job of a replacement seeds them again.
 
     Args:
         seeds, agent_seeds: one for each worker.
@@ -194,9 +217,9 @@ def seed_worker_streams(seeds: Sequence[int], agent_seeds: Sequence[int] | None,
 
 
 class PrivateStreams:
-    """Gives a `with` block global random streams of its own, and a single torch thread.
+    """Gives a `with` block private global random streams, and one torch thread.
 
-    What runs in this process in place of a worker then does not change the caller's streams.
+    Work that runs in this process instead of a worker does not change the caller's streams then.
     """
 
     def __init__(self) -> None:
@@ -227,7 +250,10 @@ def _derive_seed(root: int, *key: int) -> int:
 
 
 def read_streams() -> tuple[Any, ...]:
-    """The states of the global streams of `random`, numpy and torch, and of those of GPUs that are in use."""
+    """Returns the states of the global streams of `random`, numpy and torch.
+
+    Also those of GPUs in use.
+    """
     import torch
 
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -250,7 +276,10 @@ def restore_streams(states: tuple[Any, ...]) -> None:
 
 @functools.cache
 def _has_gpus() -> bool:
-    """Whether this process may use GPUs: to seed them before their first use, torch formats a traceback."""
+    """Whether this process may use GPUs.
+
+    To seed GPUs before their first use, torch formats a traceback.
+    """
     import torch
 
     return torch.cuda.device_count() > 0
@@ -258,7 +287,9 @@ def _has_gpus() -> bool:
 
 @dataclass(frozen=True)
 class WorkerStreams:
-    """Seeds the global streams of a worker, torch's with 64 bits and the others with 128.
+    """Seeds the global streams of a worker.
+
+    torch's with 64 bits, the others with 128.
 
     Attributes:
         roots: seeds that the streams of `random`, numpy and torch are derived from.
@@ -311,7 +342,10 @@ def _split_bytes(state: Any) -> Sequence[bytes]:
 
 
 def collect_states() -> dict[str, Any]:
-    """The states of the global streams by name, for `plan_states`; those of GPUs only if the program uses them."""
+    """Returns the states of the global streams by name, for `plan_states`.
+
+    Those of GPUs are included only if the program uses them.
+    """
     python, of_numpy, of_torch, cuda = read_streams()
     return {"torch": of_torch, "cuda": cuda or [], "numpy": of_numpy, "python": python}
 
@@ -320,7 +354,7 @@ def plan_states(states: Mapping[str, Any]) -> Callable[[], None]:
     """Checks states, and returns a function that restores them.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: they are not what `collect_states` gave.
+        KeyError, TypeError, ValueError, RuntimeError: they are not states that `collect_states` returned.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""Runs jobs in worker processes that share memory; a job is any object that a factory builds.
+"""Runs jobs in worker processes that share memory.
+
+A job is any object that a factory builds.
 
 This package is not specific to reinforcement learning. It imports only the standard library and cloudpickle. Its folder
 lies beside that of `rlstructs`, and is linked into it.

@@ -1,4 +1,4 @@
-"""One anonymous block of shared bytes, its descriptor, and how both reach a worker that runs already."""
+"""An anonymous block of shared bytes, and its way to running workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SharedArena:
 
     @classmethod
     def of(cls, descriptor: Descriptor) -> SharedArena:
-        """The block of a descriptor, which belongs to it from now on."""
+        """Returns a block that owns this descriptor from now on."""
         made = cls.__new__(cls)
         made.__setstate__(descriptor)
         return made
@@ -83,9 +83,10 @@ class SharedArena:
         return self._map
 
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Maps a part of the block; only this process sees what it writes to the buffer.
+        """Maps a part of the block privately.
 
-        A page that was not written to here changes when another process writes to it.
+        Only this process sees what it writes there. A page that was not written to here changes when another process
+        writes to it.
 
         Args:
             offset: where the part begins, a multiple of `mmap.ALLOCATIONGRANULARITY`.
@@ -99,7 +100,7 @@ class SharedArena:
         return self._descriptor.fileno()
 
     def close(self) -> None:
-        """Closes the descriptor; the last view that goes frees the memory."""
+        """Closes the descriptor; the memory is freed with its last view."""
         self._map = None
         self._descriptor.close()
 
@@ -112,7 +113,10 @@ class SharedArena:
 
 @contextlib.contextmanager
 def _translate_memory_errors(nbytes: int) -> Iterator[None]:
-    """Turns ENOMEM and the like into OutOfMemoryError: limits of a process show only when they are hit."""
+    """Turns ENOMEM and the like into OutOfMemoryError.
+
+    Limits of a process show only when they are hit.
+    """
     try:
         yield
     except OSError as error:
@@ -174,7 +178,10 @@ class Descriptor:
 
 
 def open_pidfd(pid: int) -> Descriptor | None:
-    """Opens a descriptor that becomes readable when a process ends; None if it has ended, or where there is none."""
+    """Opens a descriptor that becomes readable when a process ends.
+
+    None if it has ended, or if the system has no such descriptors.
+    """
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -205,14 +212,19 @@ def _receive_descriptor(duplicate: Any) -> Descriptor:
 
 
 def pack(thing: Any) -> bytes:
-    """Pickles an object; its `SharedArena`s are named, and have to stay open here until all have attached it."""
+    """Pickles an object; its `SharedArena`s travel as names.
+
+    They have to stay open here until all processes have attached the object.
+    """
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
     return file.getvalue()
 
 
 def attach(data: bytes) -> Any:
-    """Unpickles what `pack` of another process, or of this one, returned; it lies in the same memory.
+    """Unpickles the result of `pack`, from this process or another.
+
+    It uses the same memory.
 
     Raises:
         WorkerError: the memory cannot be opened.
@@ -221,7 +233,10 @@ def attach(data: bytes) -> Any:
 
 
 def can_attach(data: bytes) -> bool:
-    """Whether `attach` can open the memory; not outside Linux, nor where /proc hides processes (hidepid)."""
+    """Whether `attach` can open the memory.
+
+    It cannot outside Linux, nor where /proc hides processes (hidepid).
+    """
     try:
         attach(data)
     except WorkerError:

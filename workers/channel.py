@@ -1,4 +1,7 @@
-"""A worker's private pipe: carries whole messages, can be polled, raises EOFError once the other side is gone."""
+"""A worker's private pipe, which carries whole messages and can be polled.
+
+Raises EOFError once the other side is gone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def deadline_in(seconds: float | None) -> float | None:
 
 
 def milliseconds_until(deadline: float | None) -> float | None:
-    """Returns the milliseconds from now to a deadline of `time.monotonic`, for poll; None for no deadline."""
+    """Returns the milliseconds until a deadline, for poll.
+
+    The deadline is a time of `time.monotonic`; None for no deadline.
+    """
     return None if deadline is None else min(max(0.0, (deadline - time.monotonic()) * 1000), MAX_MILLISECONDS)
 
 
@@ -95,7 +101,10 @@ class Channel:
             raise EOFError("the other side of the channel is gone") from error
 
     def send_rest(self, deadline: float | None = None, sentinel: Callable[[], int] | None = None) -> None:
-        """Sends the rest of a message that was begun, if there is one; see `send_framed`."""
+        """Sends the rest of a message that was begun, if any.
+
+        See `send_framed`.
+        """
         try:
             self._send_unsent(deadline, sentinel)
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -103,7 +112,7 @@ class Channel:
 
     @property
     def is_in_message(self) -> bool:
-        """Whether the other side has got a part of a message whose rest is not sent."""
+        """Whether the other side has received only a part of a message."""
         return bool(self._unsent)
 
     def _try_to_send(self, part: bytes | memoryview) -> int:
@@ -114,7 +123,10 @@ class Channel:
             return 0
 
     def _send_unsent(self, deadline: float | None, sentinel: Callable[[], int] | None, may_drop: bool = False) -> None:
-        """Sends what is unsent; with `may_drop`, drops it if nothing of it could be sent."""
+        """Sends the unsent bytes.
+
+        With `may_drop`, drops them if none could be sent.
+        """
         poll, watched = select.poll(), None if sentinel is None else sentinel()
         # Reads meanwhile: the other side may have to finish writing before it reads.
         poll.register(self.fileno(), select.POLLOUT | select.POLLIN)
@@ -145,7 +157,9 @@ class Channel:
         return bool(poll.poll(0))
 
     def receive(self) -> Any:
-        """Waits for one message and returns the unpickled object, or the bytes of a message that is not pickled.
+        """Waits for one message and returns its object.
+
+        Or its bytes, for a message that is not pickled.
 
         Raises:
             EOFError: the other side is gone.
@@ -157,7 +171,10 @@ class Channel:
         return self._take_message()
 
     def take_messages(self) -> list[Any]:
-        """Returns the whole messages that were read, without waiting; for one that cannot be unpickled, the error."""
+        """Returns the whole messages that were read, without waiting.
+
+        An error stands for one that cannot be unpickled.
+        """
         taken: list[Any] = []
         while self.has_message():
             try:
@@ -185,7 +202,9 @@ class Channel:
         return self.take_messages() if self.read_available() else None
 
     def read_available(self) -> bool:
-        """Reads the bytes that have arrived, a whole message or not, without waiting; False if there were none.
+        """Reads the bytes that have arrived, without waiting.
+
+        They need not be a whole message. False if there were none.
 
         Raises:
             EOFError: the other side is gone.
@@ -209,7 +228,9 @@ class Channel:
         return True
 
     def spin(self, seconds: float) -> None:
-        """Polls without sleeping until something arrives, the time is up, or another process wants the core.
+        """Polls without sleeping until something arrives or the time is up.
+
+        It also ends when another process wants the core.
 
         Raises:
             EOFError: the other side is gone.
@@ -223,13 +244,19 @@ class Channel:
                 return
 
     def has_message(self) -> bool:
-        """Whether `receive` would return at once; polling the pipe does not show messages that were read already."""
+        """Whether `receive` would return at once.
+
+        Polling the pipe does not show messages that were read already.
+        """
         return len(self.unread) >= self._find_message_end()
 
     def close(self) -> None:
         self._socket.close()
 
     def _find_message_end(self) -> int:
-        """Returns where the oldest message ends in the buffer; until its length has arrived, where the length ends."""
+        """Returns where the oldest message ends in the buffer.
+
+        Until its length has arrived, where the length ends.
+        """
         buffer = self.unread
         return LENGTH.size + (LENGTH.unpack_from(buffer)[0] if len(buffer) >= LENGTH.size else 0)

@@ -57,7 +57,9 @@ class WorkerTimeout(WorkerError, TimeoutError, multiprocessing.TimeoutError):
 
 @set_module("rlstructs.workers")
 class RemoteTraceback(Exception):
-    """The traceback of an exception in a worker; it is the `__cause__` of the exception that the parent raises.
+    """The traceback of an exception in a worker.
+
+    It is the `__cause__` of the exception that the parent raises.
 
     Attributes:
         worker_index: the worker that raised it.
@@ -73,9 +75,10 @@ class RemoteTraceback(Exception):
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether an error means that a worker is gone or late; False for what its job raised.
+    """Whether an error means that a worker is gone or late.
 
-    A plain WorkerError may be either: it also stands for an exception of the job that could not be sent.
+    False for an exception that its job raised. A plain WorkerError may be either: it also stands for an exception of
+    the job that could not be sent.
     """
     return isinstance(error, WorkerError) and (
         isinstance(error, (WorkerCrashed, WorkerTimeout)) or not isinstance(error.__cause__, RemoteTraceback)
@@ -92,7 +95,7 @@ def check_owner(pid: int) -> None:
 
 
 def strip_traceback(error: WorkerError) -> WorkerError:
-    """Removes the traceback of an error that is to be kept, and returns the error.
+    """Removes the traceback of an error to keep, and returns the error.
 
     The traceback would refer to the callers' frames, and these to the object that keeps the error. Such a cycle, and
     the shared memory in it, would live until the next full garbage collection.
@@ -127,7 +130,10 @@ class StartError(Exception):
 
 
 def suggest_next_step(error: BaseException) -> str:
-    """Returns advice to append to the message of an error during a start; "" if there is none."""
+    """Returns advice to append to the message of a start error.
+
+    "" if there is none.
+    """
     text, number = str(error), getattr(error, "errno", None)
     if "AF_UNIX path too long" in text:
         # The fork server's socket lies in the temporary directory.

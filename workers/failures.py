@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rlstructs.workers.errors import RemoteTraceback, WorkerError
 from rlstructs.workers.pickling import dumps, loads
 
-# How the note begins that names the worker and the request.
+# The beginning of the note that names the worker and the request.
 RAISED = "raised in worker "
 
 
@@ -34,7 +34,10 @@ class Failure(NamedTuple):
         return cls(_try_to_pickle(error), _summarise(error), text)
 
     def to_exception(self, worker_index: int, request: str) -> BaseException:
-        """Returns the exception to raise in the parent: of its own class if possible, otherwise a WorkerError."""
+        """Returns the exception to raise in the parent.
+
+        It has its own class if possible, otherwise it is a WorkerError.
+        """
         where = f"{RAISED}{worker_index} during {request!r}"
         error = _try_to_unpickle(self.exception)
         if error is None:
@@ -62,7 +65,10 @@ ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 
 
 def _try_to_pickle(error: BaseException) -> bytes | None:
-    """Pickles an exception; None if that fails, or if unpickling it would give another message."""
+    """Pickles an exception.
+
+    None if that fails, or if unpickling it would give another message.
+    """
     # SystemExit and KeyboardInterrupt would end the parent without a word: they arrive as a WorkerError.
     if not isinstance(error, Exception):
         return None
@@ -100,7 +106,10 @@ def _is_group(error: BaseException) -> bool:
 
 
 class _PickledGroup:
-    """Pickles each member of an ExceptionGroup by itself; one that cannot be pickled becomes a WorkerError."""
+    """Pickles each member of an ExceptionGroup separately.
+
+    A member that cannot be pickled becomes a WorkerError.
+    """
 
     def __init__(self, error: Any) -> None:
         self._error = error

@@ -1,9 +1,9 @@
-"""A fork server that imports from the trainer's path and reports why it did not start.
+"""A fork server that imports from the trainer's path and reports start errors.
 
 It is the standard library's server; its command sets the import path and runs `rlstructs.workers.fork_server` before
 the loop.
 
-Prepares our fork server: imports its preload and reports which import failed.
+The server imports its preload before it forks workers, and reports which import failed.
 
 The server also watches the main process: the end of its pipe alone would not end it, as a forked child of the main
 process may hold the pipe open.
@@ -36,13 +36,13 @@ PICKLE = b"\x80"
 
 
 class ForkServer(forkserver.ForkServer):
-    """A fork server with a preload of its own, beside any other fork server of the program.
+    """A fork server with its own preload, beside the program's other ones.
 
     Args:
         preload: modules that it imports.
 
     Attributes:
-        has_answered: whether it has started a process; its preload is imported by then.
+        has_answered: whether it has started a process, by which time its preload is imported.
     """
 
     has_answered = False
@@ -85,7 +85,9 @@ class ForkServer(forkserver.ForkServer):
                     os.close(fd)
 
     def give_up(self) -> None:
-        """Has the next process started by a new server, unless this one is still importing its preload.
+        """Makes a new server start the next process.
+
+        Not while this one is still importing its preload.
 
         A new server would have to import the same modules. The old one ends with the last process that it started.
         """
@@ -109,7 +111,7 @@ class ForkServer(forkserver.ForkServer):
         return f": {describe_exit(self._exit_code())}{during} ({os.fsdecode(sys.executable or 'no sys.executable')})"
 
     def _read_report(self) -> tuple[list[str], Failure | None]:
-        """Reads which modules a server that has ended began to import, and what one of them raised."""
+        """Reads which modules an ended server began to import, and any failure."""
         if self._report_fd is not None:
             with open(self._report_fd, "rb", closefd=False) as file:
                 os.set_blocking(self._report_fd, False)  # a forked process may hold the other end open
@@ -122,7 +124,10 @@ class ForkServer(forkserver.ForkServer):
         return names, failure
 
     def _exit_code(self) -> int | None:
-        """Returns the exit code, negative for a signal, and leaves the zombie; None if the server runs."""
+        """Returns the exit code, negative for a signal; None while the server runs.
+
+        The zombie is left.
+        """
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
         with contextlib.suppress(ChildProcessError, TypeError):
             found = os.waitid(os.P_PID, self._forkserver_pid, flags)  # type: ignore[arg-type]
@@ -131,7 +136,7 @@ class ForkServer(forkserver.ForkServer):
         return None
 
     def _forget_lost_folder(self) -> None:
-        """If the folder of the server's socket was deleted, forgets it and the server, which cannot be reached."""
+        """Forgets a deleted socket folder, and the server, which cannot be reached."""
         config = process.current_process()._config  # type: ignore[attr-defined]
         folder = config.get("tempdir")
         if folder is not None and not os.path.isdir(folder):
@@ -142,7 +147,10 @@ class ForkServer(forkserver.ForkServer):
                 self._abandon()
 
     def forget_if_ended(self) -> None:
-        """Reaps the server if it has ended; after that, `describe_end` cannot tell its exit code."""
+        """Reaps the server if it has ended.
+
+        Afterwards `describe_end` cannot tell its exit code.
+        """
         with self._lock:
             if self._exit_code() is not None:
                 self._abandon()
@@ -184,7 +192,9 @@ MAX_BYTES = 60_000
 
 
 def prepare(report: int, preload: list[str]) -> None:
-    """Makes this process ready to fork workers; ends it if a module of the preload raises.
+    """Makes this process ready to fork workers.
+
+    Ends it if a module of the preload raises.
 
     Args:
         report: the descriptor that gets each module's name before its import, and then the failure, if any.
@@ -213,13 +223,19 @@ def prepare(report: int, preload: list[str]) -> None:
 
 
 class _Os:
-    """Replaces the module `os` in the server's loop, which would otherwise end when a fork fails."""
+    """Replaces the module `os` in the server's loop.
+
+    The loop would otherwise end when a fork fails.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def fork(self) -> int:
-        """Forks; if that fails, sends the client the negative errno in place of a pid."""
+        """Forks.
+
+        If that fails, sends the client the negative errno in place of a pid.
+        """
         try:
             return os.fork()
         except OSError as error:
@@ -232,7 +248,10 @@ class _Os:
 
 
 def _dump_failure(failure: Failure) -> bytes:
-    """Pickles a failure and shortens it to fit into the pipe, which is read only when this process has ended."""
+    """Pickles a failure, shortened to fit into the pipe.
+
+    The pipe is read only when this process has ended.
+    """
     data = dumps(failure)
     if len(data) <= MAX_BYTES:
         return data

@@ -1,4 +1,4 @@
-"""Sets a child's import path before it imports anything, and keeps imports from the garbage collector.
+"""Sets a child's import path before its imports; hides imports from garbage collection.
 
 multiprocessing starts processes by `python -c`, which looks for modules in the current directory first: a `queue.py`
 or a clone of a package there would be executed in place of the module that this process has loaded.
@@ -34,7 +34,9 @@ def get_import_path() -> list[str]:
 
 
 def prepend_import_path(command: str) -> str:
-    """Prepends to a command of `python -c` a statement that sets this process's import path.
+    """Prepends a statement that sets the import path to a `python -c` command.
+
+    It sets this process's path in the child.
 
     The statement imports only `sys`, which is built in. Folders that a changed PYTHONPATH adds come last.
     """
@@ -49,7 +51,9 @@ def prepend_import_path(command: str) -> str:
 def change_commands_of_children(
     change: Callable[[str], str] = prepend_import_path, fds: Sequence[int] = ()
 ) -> Iterator[None]:
-    """Changes the `-c` commands with which multiprocessing starts processes in this block, in this thread.
+    """Changes the `-c` commands of processes that multiprocessing starts here.
+
+    It applies in this block and thread.
 
     Args:
         change: takes multiprocessing's command and returns the new one.
@@ -73,7 +77,10 @@ def change_commands_of_children(
 def change_command(
     args: Sequence[bytes | str], change: Callable[[str], str] = prepend_import_path
 ) -> Sequence[bytes | str]:
-    """Changes the `-c` command of a command line; a frozen program has none, and its line stays as it is."""
+    """Changes the `-c` command of a command line.
+
+    A frozen program has none, and its line stays as it is.
+    """
     words = list(args[1:])  # the first is bytes: `python -bb` forbids comparing it with text
     if "-c" not in words:
         return args
@@ -84,20 +91,25 @@ def change_command(
 
 
 def renew_lock() -> None:
-    """Replaces the lock in a forked copy: a thread that does not exist here may have held it."""
+    """Replaces the lock in a forked copy.
+
+    A thread that does not exist there may have held it.
+    """
     global _lock
     _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Turns the garbage collector off while a block imports modules, and exempts what exists after it for good.
+    """Turns the garbage collector off while a block imports modules.
+
+    Afterwards all existing objects are exempt from collection for good.
 
     Importing torch makes 250,000 objects, which stay. Looking at them in each collection takes a sixth of the time of
     the imports, and later, in a process that was forked, 0.1 s and a copy of the memory that they are in.
     """
     threshold = gc.get_threshold()
-    gc.set_threshold(0)  # not `gc.disable()`: a module that does that as it is imported means it
+    gc.set_threshold(0)  # not `gc.disable()`: a module may call that itself, and it must last
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
-"""Puts off Ctrl-C while a block of code runs, and drops what the interpreter keeps of the last Ctrl-C.
+"""Defers Ctrl-C during a block, and forgets the last Ctrl-C.
 
-Leaves SIGTERM to the main process, if that handles it: clusters send it to all processes of a program at once.
+The interpreter keeps that exception and its frames.
+
+Also leaves SIGTERM to the main process, if that handles it: clusters send it to all processes of a program at once.
 
 The main process then finishes what it does, for which it needs its workers; they end with it. A handler, and not
 SIG_IGN: programs that an environment starts would inherit that, and could no longer be ended by SIGTERM.
@@ -35,14 +37,14 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class defer_interrupt:
-    """Puts off a Ctrl-C until the block ends.
+    """Defers a Ctrl-C until the block ends.
 
     It replaces the signal handler. Blocking the signal would not do: each thread has its own mask, and any thread that
     takes the signal makes Python run the handler in the main thread. It calls `_signal`, not `signal`: every reply is
     read in such a block, and the enumerations that `signal` creates took longer than the reading.
     """
 
-    #: How many interrupts were put off in all; code that waits in such a block stops when this grows.
+    #: The number of interrupts deferred so far; code that waits in such a block stops when this grows.
     n_deferred: ClassVar[int] = 0
 
     def __enter__(self) -> None:
@@ -63,7 +65,10 @@ class defer_interrupt:
 
 @contextlib.contextmanager
 def block_sigint() -> Iterator[None]:
-    """Blocks SIGINT in this thread and in processes that it starts; a Ctrl-C raises when the block ends."""
+    """Blocks SIGINT in this thread and in processes that it starts.
+
+    A Ctrl-C raises when the block ends.
+    """
     with imports.change_commands_of_children():
         resource_tracker.ensure_running()  # on CPython 3.11, starting it later would unblock SIGINT
     with defer_interrupt():
@@ -79,10 +84,12 @@ PATIENCE = 5.0
 
 
 class defer_first_interrupt(defer_interrupt):
-    """Puts off the first Ctrl-C until the block ends, for `PATIENCE` seconds at most; a second one raises at once.
+    """Defers the first Ctrl-C until the block ends, for at most `PATIENCE` seconds.
+
+    A second one raises at once.
 
     For blocks that should not stop halfway but may hang: they run the code of an environment or agent in this process,
-    or wait for a worker. Each of several nested blocks puts off one Ctrl-C.
+    or wait for a worker. Each of several nested blocks defers one Ctrl-C.
     """
 
     _has_ended: _thread.LockType | None = None  # held from the first Ctrl-C until the block ends
@@ -114,7 +121,9 @@ def _interrupt_again(has_ended: _thread.LockType) -> None:
 
 
 def forget_last_interrupt() -> None:
-    """Clears the local variables of the last KeyboardInterrupt that a notebook or prompt has shown.
+    """Clears the local variables of the last KeyboardInterrupt shown.
+
+    A notebook or prompt has shown it.
 
     The interpreter keeps that exception, and its traceback keeps every frame: a pool whose variable has a new value
     would live on there, with its workers. Other exceptions stay as they are, for a debugger.
@@ -139,7 +148,7 @@ CAUGHT = b"SigCgt:"
 
 
 def leave_sigterm_to(main_pid: int) -> None:
-    """Has this process ignore SIGTERM as long as the process `main_pid` handles it."""
+    """Makes this process ignore SIGTERM as long as the process `main_pid` handles it."""
     own_pid = os.getpid()
 
     def handle(number: int, _: Any) -> None:
@@ -152,7 +161,10 @@ def leave_sigterm_to(main_pid: int) -> None:
 
 
 def handles_sigterm(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM; False where the system does not say."""
+    """Whether a process has a handler for SIGTERM.
+
+    False where the system does not tell.
+    """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             masks = [line.split()[1] for line in file if line.startswith(CAUGHT)]

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, within the limits of its control groups."""
+"""Cores and memory that this process may use, given its control groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def list_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator
 
 @lru_cache(maxsize=8)
 def _groups_in(text: str, controller: str, root: Path) -> list[tuple[Path, int]]:
-    """The groups that a file lists; kept, because it is nearly always the same file."""
+    """Returns the groups that a file lists.
+
+    The result is cached, because it is nearly always the same file.
+    """
     found = []
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -40,7 +43,10 @@ def _groups_in(text: str, controller: str, root: Path) -> list[tuple[Path, int]]
 
 
 def n_cores(root: Path = ROOT, own: Path = OWN) -> int:
-    """Counts the cores that this process may use: its CPU affinity, within the quotas of its control groups."""
+    """Counts the cores that this process may use.
+
+    These are its CPU affinity, within the quotas of its control groups.
+    """
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder, version in list_groups("cpu", root, own):
         with contextlib.suppress(OSError, ValueError):  # a missing file or the word "max" means no limit
@@ -54,7 +60,9 @@ def n_cores(root: Path = ROOT, own: Path = OWN) -> int:
 
 
 def available_bytes() -> int | None:
-    """Returns how many bytes of memory this process can still allocate; None if that is unknown.
+    """Returns the bytes of memory that this process can still allocate.
+
+    None if that is unknown.
 
     The machine's free memory and the limits of this process's control groups count.
     """
@@ -70,7 +78,10 @@ def _read_machine_bytes() -> int | None:
 
 
 def _read_group_bytes(root: Path = ROOT, own: Path = OWN, enough: int | None = None) -> list[int]:
-    """Reads how many bytes the limit of each of this process's control groups leaves, or at least `enough`."""
+    """Returns the bytes that each control group's limit leaves.
+
+    Or at least `enough`, where that much is left.
+    """
     found = []
     for folder, version in list_groups("memory", root, own):
         names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
@@ -83,7 +94,10 @@ def _read_group_bytes(root: Path = ROOT, own: Path = OWN, enough: int | None = N
 
 
 def _read_reclaimable_bytes(statistics: str) -> int:
-    """Reads how many bytes cache files for a control group: they count as used, but the kernel frees them."""
+    """Reads how many bytes of a control group are reclaimable cache.
+
+    They count as used, but the kernel frees them.
+    """
     with contextlib.suppress(OSError, ValueError):
         words = _read(statistics).split()
         counts = dict(zip(words[::2], words[1::2], strict=True))

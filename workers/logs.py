@@ -48,7 +48,10 @@ _basic_config = logging.basicConfig
 
 
 class Sender(logging.Handler):
-    """The worker's end of the pipe; a handler, because `logging` renews the locks of handlers in a forked copy."""
+    """The worker's end of the pipe.
+
+    It is a handler, because `logging` renews the locks of handlers in a forked copy.
+    """
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -74,7 +77,10 @@ class Sender(logging.Handler):
             self.handleError(record)
 
     def finish(self, timeout: float = 0.0) -> None:
-        """Sends the records that are waiting; waits up to `timeout` seconds for room in the pipe."""
+        """Sends the records that are waiting.
+
+        Waits up to `timeout` seconds for room in the pipe.
+        """
         with self.lock or contextlib.nullcontext():
             deadline, poll = time.monotonic() + timeout, select.poll()
             poll.register(self._fd, select.POLLOUT)
@@ -144,13 +150,19 @@ def send_records(fd: int) -> None:
 
 
 def leave_to_parent(handlers: set[tuple[str, str]]) -> None:
-    """Notes which handlers the parent has: if a module adds the same here when it is imported, they do nothing."""
+    """Notes which handlers the parent has.
+
+    If a module adds the same here when it is imported, they do nothing.
+    """
     _parent_handlers.update(handlers)
 
 
 @contextlib.contextmanager
 def keep_new_handlers() -> Iterator[None]:
-    """Makes handlers that the user's code adds in this block handle this worker's records in the worker, too."""
+    """Makes handlers added in this block handle records in the worker too.
+
+    User code adds them; otherwise only the parent handles the records.
+    """
     before = [handler for each in list_loggers() for handler in each.handlers]
     basic_config, logging.basicConfig = logging.basicConfig, _configure
     try:
@@ -162,7 +174,10 @@ def keep_new_handlers() -> Iterator[None]:
 
 
 def _configure(**arguments: Any) -> None:
-    """Replaces `basicConfig`, which does nothing if the root has a handler; adds only handlers with a target."""
+    """Replaces `basicConfig`; adds only handlers with a target.
+
+    The original does nothing if the root has a handler.
+    """
     if not arguments.keys() & {"filename", "stream", "handlers"}:
         if "level" in arguments:
             logging.root.setLevel(arguments["level"])
@@ -175,13 +190,19 @@ def _configure(**arguments: Any) -> None:
 
 
 def _keep_root_handler() -> None:
-    """Gives the root a handler: without one `logging.warning`, say, would add one that prints in this worker."""
+    """Gives the root a handler.
+
+    Without one, `logging.warning`, for example, would add one that prints in this worker.
+    """
     if not logging.root.handlers:
         logging.root.addHandler(_NULL_HANDLER)
 
 
 def send_rest(timeout: float = 0.0) -> None:
-    """Sends records that the pipe had no room for; waits up to `timeout` seconds for the parent to read."""
+    """Sends records that the pipe had no room for.
+
+    Waits up to `timeout` seconds for the parent to read.
+    """
     if _sender is not None and _sender.has_unsent:
         _sender.finish(timeout)
 
@@ -200,7 +221,7 @@ def _call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
 
 
 class LogPipe:
-    """The parent's side of the pipe: the end that it reads, and the end that its workers get.
+    """The parent's side of the pipe: its reading end, and the workers' end.
 
     Attributes:
         writer: the workers' end.
@@ -218,7 +239,10 @@ class LogPipe:
         return self._reader.fileno()
 
     def read(self) -> int | None:
-        """Reads what has arrived, without waiting; returns the number of bytes, None if there were none."""
+        """Reads the bytes that have arrived, without waiting; returns their number.
+
+        None if there were none.
+        """
         try:
             data = os.read(self._reader.fileno(), PIPE_BYTES)
         except (BlockingIOError, ValueError):  # ValueError: the pipe is closed
@@ -296,7 +320,7 @@ def write_levels(levels: Levels) -> None:
 
 
 def read_handler_classes() -> set[tuple[str, str]]:
-    """Reads the handlers of all loggers, as pairs of a logger's name and a class's name."""
+    """Returns the handlers of all loggers, as pairs of logger and class names."""
     return {(logger.name, name_class(handler)) for logger in list_loggers() for handler in logger.handlers}
 
 

@@ -1,4 +1,4 @@
-"""The worker's side: builds the job from its factory, then reads requests, calls and replies.
+"""The worker's side: builds the job, then reads requests, calls and replies.
 
     parent                          worker
     ------                          ------
@@ -41,7 +41,7 @@ from rlstructs.workers.interrupts import leave_sigterm_to
 from rlstructs.workers.main_module import explain_left_out
 from rlstructs.workers.settings import SETTINGS, quiet_imports, write_settings
 
-# Set to 1 in each worker: W workers with a thread per core each would fight over the cores.
+# Set to 1 in each worker: W workers with a thread per core each would compete for the cores.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Seconds that a worker polls for the next request before it sleeps, if the last request came that soon: waking a
@@ -72,7 +72,7 @@ def run(
     dies_with_parent: bool,
     main_pid: int,
 ) -> None:
-    """Runs a worker process until it is asked to close or its parent is gone."""
+    """Runs a worker process until it must close or its parent is gone."""
     logs.send_records(log.fileno())
     os.set_inheritable(channel.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -141,7 +141,10 @@ def serve(index: int, channel: Channel, shared: tuple[Any, ...]) -> None:
 
 
 def exit_if_copy(pid: int) -> None:
-    """Ends this process unless it is `pid`: an environment may fork, and a copy must not reply in its place."""
+    """Ends this process unless it is `pid`.
+
+    An environment may fork, and the copy must not reply in its place.
+    """
     if os.getpid() != pid:
         os._exit(1)
 
@@ -154,7 +157,7 @@ def close_job(job: Any) -> None:
 
 
 def exit_when_readable(pidfd: Descriptor) -> None:
-    """Starts a thread that ends this process as soon as the process of `pidfd` has died."""
+    """Starts a thread that ends this process when the process of `pidfd` dies."""
 
     def watch() -> None:
         poll = select.poll()
@@ -166,7 +169,9 @@ def exit_when_readable(pidfd: Descriptor) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends; only Linux can.
+    """Asks the kernel to kill this process when its starting thread ends.
+
+    Only Linux can.
 
     The thread that watches the main process does not run while an environment's C code holds the interpreter.
     """
@@ -216,7 +221,10 @@ def _answer(job: Any, data: bytes) -> Any:
 
 
 def _make_failure(error: BaseException) -> failures.Failure:
-    """Makes the reply for an exception, with advice for a user who sees only the parent."""
+    """Makes the reply for an exception, with advice for the user.
+
+    The user sees only the parent.
+    """
     add_hint(error)
     return failures.Failure.of(error)
 
@@ -245,7 +253,7 @@ NO_TERMINAL = (
 
 
 def add_hint(error: BaseException) -> None:
-    """Adds advice to an exception that was raised in this worker, if there is advice for it."""
+    """Adds advice, if there is any, to an exception of this worker."""
     if isinstance(error, bdb.BdbQuit) and not error.args:  # raised by breakpoint()
         error.args = (NO_TERMINAL,)
     elif isinstance(error, EOFError) and "when reading a line" in str(error):  # raised by input()

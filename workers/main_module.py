@@ -1,4 +1,6 @@
-"""The module `__main__` of a worker: it holds the trainer's script, which the worker never imports.
+"""The module `__main__` of a worker, which holds the trainer's script.
+
+The worker never imports the script.
 
 Whatever the factories use travels with them. Every other name of the script travels as a pickle of its own, which is
 unpickled when something reads that attribute (`pickle.load` and `from __main__ import` do) or the module's `__dict__`
@@ -23,7 +25,7 @@ from rlstructs.workers.pickling import Unpickler
 # The second name of the main module in processes that multiprocessing spawns.
 SPAWNED_MAIN = "__mp_main__"
 _real_dict: Any = vars(types.ModuleType)["__dict__"]
-# How to fill containers: they are made empty, because they may contain themselves.
+# The methods that fill containers, which are made empty because they may contain themselves.
 _FILL: dict[type, Callable[[Any, Any], None]] = {
     list: list.extend,
     dict: dict.update,
@@ -99,7 +101,7 @@ class MainModule(types.ModuleType):
 
 
 class ScriptNames:
-    """The names of the script in a worker; unpickles each when it is first needed.
+    """The names of the script in a worker, each unpickled on first use.
 
     Args:
         script: the part of the main module that did not travel with the factories.
@@ -114,7 +116,10 @@ class ScriptNames:
         self._find_errors: dict[str, str] = {}
 
     def loads(self, data: bytes) -> Any:
-        """Unpickles a value of `script`, and adds the script's names that came with it to the module."""
+        """Unpickles a value of `script`.
+
+        Adds the script's names that came with it to the module.
+        """
         loader = _Loader(self, data)
         value, names = loader.load(), loader.load()
         for name, named in names.items():
@@ -142,7 +147,7 @@ class ScriptNames:
             self._try_to_find(name)
 
     def explain(self, name: str, error: Exception) -> str | None:
-        """Says why a name cannot be had; None for a name that the script does not have."""
+        """Says why a name is not available; None if the script lacks it."""
         why = self._find_errors.get(name) or self.script.left_out.get(name)
         if why is None and name in self.script.entries:
             why = f"{type(error).__name__}: {error}"
@@ -155,7 +160,7 @@ class ScriptNames:
             self._find_errors[name] = f"{type(error).__name__}: {error}"
 
     def find_now(self, name: str) -> Any:
-        """Returns the value of a name, and leaves the names that it needs for later."""
+        """Returns the value of a name; leaves the names it needs for later."""
         if (value := self.namespace.get(name, _MISSING)) is not _MISSING:
             return value
         if name in self._building:
@@ -182,7 +187,9 @@ class ScriptNames:
 
 
 class _Spec(importlib.machinery.ModuleSpec):
-    """A spec without a file: processes that multiprocessing spawns from here do not run the script again.
+    """A spec without a file.
+
+    Processes that multiprocessing spawns from here therefore do not run the script again.
 
     Args:
         package: the package that relative imports of the script start from.
@@ -198,7 +205,9 @@ class _Spec(importlib.machinery.ModuleSpec):
 
 
 class _Loader(Unpickler):
-    """Unpickles a value of the script; the script's other names come from the main module.
+    """Unpickles a value of the script.
+
+    The script's other names come from the main module.
 
     Args:
         names: those of the script.
@@ -260,7 +269,10 @@ def get_namespace(module: types.ModuleType) -> dict[str, Any]:
 
 
 def explain_left_out(name: str) -> str | None:
-    """Says why a name of the script was not sent to this worker; None for any other name."""
+    """Says why a name of the script was not sent to this worker.
+
+    None for any other name.
+    """
     module = sys.modules.get("__main__")
     return module.__script_names__.script.left_out.get(name) if isinstance(module, MainModule) else None
 

@@ -68,7 +68,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of the job."""
+    """A request to call a method of the job."""
 
     method: str
     args: tuple[Any, ...]
@@ -80,7 +80,9 @@ class Call:
 
 
 class Post(NamedTuple):
-    """Call the job's `answer` with each of several bytes objects; each call returns the bytes of one reply.
+    """A request to call the job's `answer` with each of several bytes objects.
+
+    Each call returns the bytes of one reply.
 
     Only `message` is sent. The same post may be sent any number of times.
 
@@ -101,7 +103,7 @@ class Post(NamedTuple):
 
 @dataclass(frozen=True)
 class Close:
-    """Close the job, reply, and end."""
+    """A request to close the job, reply, and end."""
 
     label: ClassVar[str] = "close"
     n_replies: ClassVar[int] = 1
@@ -124,7 +126,10 @@ def split_post(message: bytes) -> list[bytes]:
 
 
 def frame(data: bytes) -> list[bytes]:
-    """Puts the length before a message: in one piece, or in two if copying the message would cost too much."""
+    """Puts the length before a message.
+
+    In one piece, or in two if copying the message would cost too much.
+    """
     length = MESSAGE_LENGTH.pack(len(data))
     return [length + data] if len(data) <= AT_ONCE else [length, data]
 
@@ -137,8 +142,9 @@ class Future:
         index: the worker's index.
         label: the request's label.
         is_over: whether the reply has come, or never will.
-        value: what the job replied.
-        error: why there is no value. Until `is_over`, it may be a `WorkerTimeout` that a later reply replaces.
+        value: the job's reply.
+        error: the reason why there is no value. Until `is_over`, it may be a `WorkerTimeout`, which a later reply
+            replaces.
     """
 
     index: int
@@ -153,11 +159,11 @@ class Future:
 
 
 def gather_values(futures: Sequence[Future]) -> list[Any]:
-    """Returns the values of settled futures, or raises the failure of the first worker that has one."""
+    """Returns the values of settled futures, or raises the first worker's failure."""
     values = [each.value for each in futures if each.error is None]
     if len(values) == len(futures):
         return values
-    # What failed comes before what is late.
+    # Failed requests come before late ones.
     first = min((each for each in futures if each.error is not None), key=lambda each: (not each.is_over, each.index))
     assert first.error is not None
     raise first.error

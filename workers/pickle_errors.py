@@ -1,4 +1,7 @@
-"""Finds the part of an object that cannot be pickled: a global, an attribute, a closure's variable."""
+"""Finds the part of an object that cannot be pickled.
+
+A global, an attribute, or a variable of a closure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ MAX_OBJECTS = 200
 
 
 def explain_pickle_error(objects: Mapping[str, Any]) -> str | None:
-    """Explains the first failure to pickle one of these objects, and names the part; None if all can be pickled.
+    """Explains the first failure to pickle one of these objects.
+
+    Names the part; None if all can be pickled.
 
     Args:
         objects: the objects, each under its name in the message.
@@ -60,7 +65,10 @@ def _find_culprit(value: Any, error: Exception, seen: set[int]) -> tuple[list[st
 
 
 def _list_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Lists the objects that are pickled with an object, each with its name for a message."""
+    """Yields the objects that are pickled with an object, each with a name.
+
+    The names are for messages.
+    """
     if isinstance(value, (types.FunctionType, type)):
         if _cloudpickle._should_pickle_by_reference(value):
             return

@@ -155,9 +155,10 @@ class WorkerPool:
         return self._send(only, Call(method, args))
 
     def post(self, post: Post, only: Iterable[int] | None = None) -> list[Future]:
-        """Has workers call `job.answer` with bytes, and returns at once; the futures get the bytes that it returns.
+        """Makes workers call `job.answer` with bytes, and returns at once.
 
-        Far quicker than `ask`, because nothing is pickled; with the same limit to what may wait in a pipe.
+        The futures get the bytes that it returns. Far quicker than `ask`, because nothing is pickled; with the same
+        limit to what may wait in a pipe.
 
         Args:
             post: the request; each of its bytes objects gets a future.
@@ -166,7 +167,9 @@ class WorkerPool:
         return self._send(only, post, post.message)
 
     def gather(self, futures: Sequence[Future], timeout: float | None = None) -> list[Any]:
-        """Waits for replies and returns their values; can be called again after an interrupt or a timeout.
+        """Waits for replies and returns their values.
+
+        Can be called again after an interrupt or a timeout.
 
         Args:
             futures: what `ask`, `post` or `restart` returned.
@@ -183,7 +186,9 @@ class WorkerPool:
     def settle(
         self, futures: Sequence[Future], n: int | None = None, *, timeout: float | None = None, fails_fast: bool = False
     ) -> None:
-        """Waits for replies and raises nothing: futures get a `WorkerTimeout` if their workers are late.
+        """Waits for replies and raises nothing.
+
+        Futures get a `WorkerTimeout` if their workers are late.
 
         Args:
             futures: what `ask`, `post` or `restart` returned.
@@ -239,7 +244,7 @@ class WorkerPool:
         return futures
 
     def _close_idle(self, workers: list[WorkerProcess]) -> None:
-        """Has idle workers close their jobs."""
+        """Makes idle workers close their jobs."""
         delay = CLOSE_DELAY if self.timeout is None else min(CLOSE_DELAY, self.timeout)
         idle = [worker for worker in workers if worker.state is State.IDLE and worker.can_close()]
         for worker in idle:
@@ -258,7 +263,7 @@ class WorkerPool:
             with_earlier: whether exceptions of earlier requests that were not gathered are raised, too.
 
         Raises:
-            Exception: the first exception of a job; every worker has ended all the same.
+            Exception: the first exception of a job; every worker has ended nevertheless.
         """
         if not self._is_ours():
             return
@@ -294,7 +299,10 @@ class WorkerPool:
             self._finalizer.cancel()  # last: an interrupt before this leaves the rest to the finalizer
 
     def _is_ours(self) -> bool:
-        """Whether the pool still has to be ended, and by this process: a forked copy must not end it."""
+        """Whether the pool still has to be ended by this process.
+
+        A forked copy must not end it.
+        """
         return self._finalizer.still_active() and os.getpid() == self._made_by
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -331,7 +339,10 @@ class WorkerPool:
 
 
 class Pool(Protocol):
-    """One job per worker; `WorkerPool` runs them in processes, `InlinePool` runs one in this process."""
+    """One job per worker.
+
+    `WorkerPool` runs them in processes, `InlinePool` runs one in this process.
+    """
 
     @property
     def n_workers(self) -> int:
@@ -350,16 +361,25 @@ class Pool(Protocol):
         """Whether a worker that failed can be replaced."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every job and returns the values by worker; raises the first failure."""
+        """Calls a method of every job and returns the values by worker.
+
+        Raises the first failure.
+        """
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
-        """Asks workers (None: all) to call a method of their jobs, and returns at once."""
+        """Asks workers to call a method of their jobs, and returns at once.
+
+        `only` has the indexes of the workers; None for all.
+        """
 
     def gather(self, futures: Sequence[Future]) -> list[Any]:
         """Waits for replies and returns their values; raises the first failure."""
 
     def settle(self, futures: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> None:
-        """Waits until `n` (None: all) of the futures are over, or, with `fails_fast`, one has failed."""
+        """Waits until `n` of the futures are over; None for all.
+
+        With `fails_fast`, also until one has failed.
+        """
 
     def is_settled(self, futures: Sequence[Future], n: int | None = None, *, fails_fast: bool = False) -> bool:
         """Whether `settle` would return at once."""
@@ -371,7 +391,10 @@ class Pool(Protocol):
         """Replaces workers; for each index, the arguments that its new job is built with."""
 
     def close(self, *, with_earlier: bool = True) -> None:
-        """Closes every job and ends every worker; raises what closing and, `with_earlier`, other calls raised."""
+        """Closes every job and ends every worker; raises errors of closing.
+
+        `with_earlier`: errors of earlier calls too.
+        """
 
     def kill(self) -> None:
         """Ends every worker at once."""

@@ -1,4 +1,7 @@
-"""The parent's handle of one worker: starts it, sends requests, receives replies, kills and closes."""
+"""The parent's handle of one worker.
+
+It starts the worker, sends requests, receives replies, kills and closes.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ class WorkerProcess:
         Raises:
             WorkerCrashed: the worker is gone.
             TimeoutError: it does not read. If it has got a part of the request, it gets the rest with the next one, and
-                answers for nobody.
+                its reply is ignored.
         """
         if self.state is State.GONE:
             raise self.make_crash_error()
@@ -114,7 +117,7 @@ class WorkerProcess:
         except BaseException as failure:
             if len(self.futures) > n_before and self.channel.is_in_message and not isinstance(failure, EOFError):
                 for each in futures:
-                    each.end()  # its reply will come, and is nobody's
+                    each.end()  # its reply will come and be ignored
                 self.state = State.BUSY
                 raise
             while len(self.futures) > n_before:
@@ -135,11 +138,16 @@ class WorkerProcess:
         return any(not each.is_over for each in self.futures)
 
     def can_close(self) -> bool:
-        """Whether a request to close would be read: the pipe is not full and holds no incomplete request."""
+        """Whether a request to close would be read.
+
+        It would if the pipe is not full and holds no incomplete request.
+        """
         return self.state is not State.GONE and not self.channel.is_in_message and self.channel.can_send()
 
     def read_replies(self) -> list[tuple[Future, Any]] | None:
-        """Reads what the worker has written, without waiting for the rest; None if there was nothing to read.
+        """Reads what the worker has written, without waiting for the rest.
+
+        None if there was nothing to read.
 
         Returns:
             What `take_replies` returns.
@@ -153,7 +161,10 @@ class WorkerProcess:
         return None if taken is None else self._assign(taken)
 
     def take_replies(self) -> list[tuple[Future, Any]]:
-        """Returns the requests whose replies were read, each with its reply, or the error of unpickling that."""
+        """Returns the requests whose replies were read, each with its reply.
+
+        An error stands for a reply that cannot be unpickled.
+        """
         return self._assign(self.channel.take_messages()) if self.state is State.BUSY else []
 
     def _assign(self, taken: list[Any]) -> list[tuple[Future, Any]]:
@@ -167,7 +178,9 @@ class WorkerProcess:
     def await_close(
         self, deadline: float, with_earlier: bool = True, log: LogPipe | None = None
     ) -> list[BaseException]:
-        """Reads replies until the worker ends or the deadline passes; returns the exceptions among them.
+        """Reads replies until the worker ends or the deadline passes.
+
+        Returns the exceptions among them.
 
         Args:
             deadline: in the time of `time.monotonic`.
@@ -204,7 +217,7 @@ class WorkerProcess:
         return errors
 
     def make_crash_error(self) -> WorkerCrashed:
-        """Makes the error that says how this worker ended, and marks the worker as gone."""
+        """Makes the error that describes the worker's end; marks it as gone."""
         self.state = State.GONE
         if not self._is_released:
             self._process.join(EXIT_CODE_DELAY)
@@ -234,7 +247,7 @@ class WorkerProcess:
         return bool(poll.poll(timeout * 1000))
 
     def reap(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for the exit code of a process that has ended."""
+        """Waits up to `timeout` seconds for an ended process's exit code."""
         if not self._is_released:
             self._process.join(timeout)
 
@@ -272,7 +285,10 @@ class WorkerProcess:
 
 
 def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
-    """Waits `patience` seconds for workers to end, sends SIGTERM, then SIGKILL, to the others, and releases all."""
+    """Waits for workers to end, kills the others, and releases all.
+
+    Waits `patience` seconds, then sends SIGTERM, then SIGKILL.
+    """
     deadline = time.monotonic() + patience
     left = [worker for worker in workers if not worker.join(max(0.0, deadline - time.monotonic()))]
     for signum, delay in ((signal.SIGTERM, TERM_DELAY), (signal.SIGKILL, KILL_DELAY)):
@@ -288,7 +304,7 @@ def end_all(workers: list[WorkerProcess], patience: float = 0.0) -> None:
 
 
 def _raise_start_error(error: BaseException, index: int, timeout: float | None) -> None:
-    """Raises the WorkerError that stands for an error of a start; returns if none does."""
+    """Raises the WorkerError for an error of a start, if there is one."""
     if isinstance(error, TimeoutError):
         raise WorkerTimeout(f"worker {index} was not started within {timeout} s: {error}", index) from error
     if isinstance(error, (EOFError, OSError)):

@@ -1,4 +1,7 @@
-"""The names that a package exports: classes bear its name, and modules are imported when their names are first used."""
+"""The names that a package exports, imported when they are first used.
+
+Classes bear the package's name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ C = TypeVar("C", bound=type)
 
 
 def set_module(package: str) -> Callable[[C], C]:
-    """Sets a class's `__module__` to the package that exports it, instead of the file that defines it.
+    """Sets a class's `__module__` to the package that exports it.
+
+    Otherwise it would be the file that defines it.
 
     Pickles, messages and tracebacks then name what users import, and files can be moved. The package must export the
     class under its name.

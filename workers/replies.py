@@ -1,4 +1,7 @@
-"""Sends requests to workers, and takes their replies: one wait for all of them, under one deadline."""
+"""Sends requests to workers, and takes their replies.
+
+One wait serves all of them, under one deadline.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ class Exchange:
     def send(
         self, workers: list[WorkerProcess], request: Build | Call | Post, message: list[bytes] | None = None
     ) -> list[Future]:
-        """Sends a request to workers under one deadline; a worker that is gone, or does not read, fails.
+        """Sends a request to workers under one deadline.
+
+        It fails for a worker that is gone, or that does not read.
 
         Args:
             workers: the receivers.
@@ -138,7 +143,10 @@ class Exchange:
                 self.late.add(each.index)
 
     def _wait(self, deadline: float | None, workers: list[WorkerProcess]) -> bool:
-        """Waits for the first replies and reads them; False if none came by the deadline, or by that of a worker."""
+        """Waits for the first replies and reads them.
+
+        False if none came by the deadline, or by a worker's own deadline.
+        """
         if self.timeout is not None and workers:
             due = min(worker.since for worker in workers) + self.timeout
             deadline = due if deadline is None else min(due, deadline)
@@ -195,7 +203,7 @@ class Exchange:
 
 
 class Watch:
-    """One poll over the workers' pipes and sentinels and over the pipe of their log records.
+    """A poll over the workers' pipes and sentinels, and their log pipe.
 
     Replies are read under its lock: a thread that ends the watch waits for a reply that is being read.
     """
@@ -238,7 +246,9 @@ class Watch:
                 del self._index_of[fd]
 
     def wait(self, deadline: float | None, read: Callable[[int, bool], None]) -> bool:
-        """Waits for the first events and reads them; False if only log records, or nothing, came in time.
+        """Waits for the first events and reads them.
+
+        False if only log records, or nothing, came in time.
 
         Args:
             deadline: in the time of `time.monotonic`; None for no deadline.
@@ -288,7 +298,7 @@ class Watch:
                 self._close_pipe()
 
     def check(self) -> None:
-        """Raises WorkerError if the watch is over, and in a forked copy of the process that made it."""
+        """Raises WorkerError if the watch is over, or in a forked process."""
         check_owner(self._owner_pid)
         self._check_not_over()
 

@@ -36,7 +36,7 @@ MAIN_MODULES = ("__main__", SPAWNED_MAIN)
 # Packages whose objects are plain data that can be sent if it is small.
 DATA_PACKAGES = sys.stdlib_module_names - {"multiprocessing", "asyncio", "socket"}
 DATA_PACKAGES |= {"numpy", "torch", "gymnasium", "cloudpickle", *MAIN_MODULES}
-# Objects of this package, such as what stands for the script, are sent too.
+# Objects of this package, such as the placeholders for the script, are sent too.
 OWN_PACKAGE = "rlstructs.workers"
 # Types whose equal values are interchangeable: it does not matter whether two names share one object.
 INTERCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, types.ModuleType)
@@ -48,7 +48,10 @@ def make_build_request(
     factory: Callable[..., Any],
     start_method: str,
 ) -> Build:
-    """Makes the request that builds a job; a forked worker already has a copy of the main module."""
+    """Makes the request that builds a job.
+
+    A forked worker already has a copy of the main module.
+    """
     if start_method == "fork":
         for value in list(_get_script_namespace().values()):
             if isinstance(value, type) and _is_defined_in_script(value):  # a worker sends back the same class
@@ -62,7 +65,9 @@ def make_build_request(
 
 
 class InitialisingFactory:
-    """Calls `init_worker`, then builds the job; one pickle holds both functions, so they share their globals.
+    """Calls `init_worker`, then builds the job.
+
+    One pickle holds both functions, so they share their globals.
 
     Args:
         init_worker, factory: see `WorkerPool`.
@@ -79,7 +84,9 @@ class InitialisingFactory:
 
 
 class PickledWithScript:
-    """Takes an object and the script to another process, which must run for this object alone.
+    """Takes an object and the script to another process.
+
+    That process must run for this object alone.
 
     Args:
         value: the object.
@@ -93,7 +100,10 @@ class PickledWithScript:
 
 
 def _dump_for_fork(value: Any) -> bytes:
-    """Pickles for a forked worker: there the script's functions use its copy of the main module."""
+    """Pickles for a forked worker.
+
+    There the script's functions use its copy of the main module.
+    """
     main = sys.modules.get("__main__")
     file = io.BytesIO()
     pickler = _Pickler(file, {})
@@ -123,7 +133,7 @@ def _get_script_namespace() -> dict[str, Any]:
 
 
 def _dump(value: Any, names: dict[str, Any]) -> tuple[bytes, set[str]]:
-    """Pickles a value, then a dictionary of its parts that have a name in the script.
+    """Pickles a value, then a dictionary of its parts named in the script.
 
     Returns:
         The two pickles in one, and the names in the dictionary.
@@ -138,7 +148,7 @@ def _dump(value: Any, names: dict[str, Any]) -> tuple[bytes, set[str]]:
 
 
 def _make_script(names: dict[str, Any], sent: Collection[str], before: Script | None) -> Script:
-    """Pickles what the script has besides the names that were sent already.
+    """Pickles the script's names that were not sent already.
 
     Args:
         names: the script's names and their values.
@@ -182,7 +192,10 @@ def _list_names_to_send(values: dict[str, Any]) -> list[str]:
 
 
 def _make_entry(name: str, value: Any, names: dict[str, Any], name_of: dict[int, str]) -> Entry:
-    """Pickles the value of one name; `name_of` maps the id of each object of the script to its name."""
+    """Pickles the value of one name.
+
+    `name_of` maps the id of each object of the script to its name.
+    """
     file = _LimitedBuffer()
     is_container = type(value) in (list, dict, set) and name_of.get(id(value)) == name
     content = type(value)(value) if is_container else value
@@ -207,14 +220,20 @@ def _find_names_in_annotations(value: Any, names: dict[str, Any]) -> set[str]:
 
 
 class _MainGlobals:
-    """Stands for the globals of the script's functions; unpickles as those of the worker's `MainModule`."""
+    """Replaces the globals of the script's functions in a pickle.
+
+    Unpickles as the globals of the worker's `MainModule`.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return main_module.get_main_globals, ()
 
 
 class _ForkedMainGlobals:
-    """Stands for the globals of the script's functions; unpickles as those of a forked worker's `__main__`."""
+    """Replaces the globals of the script's functions in a pickle.
+
+    Unpickles as the globals of a forked worker's `__main__`.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return main_module.get_forked_main_globals, ()
@@ -245,7 +264,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _uses_script_globals(self, function: types.FunctionType) -> bool:
-        """Whether a function's globals are the script's; a spawned process runs the script outside its module."""
+        """Whether a function's globals are the script's.
+
+        A spawned process runs the script outside its module.
+        """
         return function.__globals__ is self._names or (
             bool(self._names) and function.__globals__.get("__name__") == SPAWNED_MAIN
         )
@@ -266,7 +288,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _EntryPickler(_Pickler):
-    """Pickles the value of one name; other objects of the script that have a name are references.
+    """Pickles the value of one name; the script's other objects become references.
+
+    Only objects that have a name.
 
     Args:
         file, names: see `_Pickler`.
@@ -338,7 +362,10 @@ def _is_defined_in_script(value: Any) -> bool:
 
 
 def _has_identity(value: Any) -> bool:
-    """Whether this is data of which a copy is not as good: several names may share it."""
+    """Whether a copy of this data would not be as good.
+
+    Several names may share it.
+    """
     return not isinstance(value, (*INTERCHANGEABLE, type, types.FunctionType, types.BuiltinFunctionType))
 
 
@@ -348,7 +375,10 @@ def _is_code(value: Any) -> bool:
 
 
 def _count_bytes(value: Any) -> int:
-    """Counts the bytes of an array or a tensor; a tensor on another device counts as too large."""
+    """Counts the bytes of an array or a tensor.
+
+    A tensor on another device counts as too large.
+    """
     if type(value).__module__ == "torch.storage":  # its tensor was counted
         return 0
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":

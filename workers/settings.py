@@ -1,4 +1,6 @@
-"""Settings of a whole process, such as filters of warnings, that workers take over from their parent.
+"""Settings of a process that its workers take over.
+
+Filters of warnings, for example.
 
 A table holds the functions that read and write each setting. Each value is pickled separately, so that one
 that cannot be pickled does not affect the others.
@@ -94,7 +96,10 @@ _is_quiet = False
 
 
 def read_filters() -> list[bytes]:
-    """Pickles each filter of this process, in order; leaves out filters that cannot be pickled."""
+    """Pickles each filter of this process, in order.
+
+    Leaves out filters that cannot be pickled.
+    """
     found, filters = [], list[Any](warnings.filters)
     for action, message, category, module, line in filters:
         name = CategoryName(category.__module__, category.__qualname__)
@@ -119,7 +124,10 @@ def write_filters(pickled: list[bytes]) -> None:
 
 @contextlib.contextmanager
 def ignore_warnings() -> Iterator[None]:
-    """Ignores warnings in a block, and drops the filters that modules set while they are imported there."""
+    """Ignores warnings in a block.
+
+    Drops the filters that modules set while they are imported there.
+    """
     global _is_quiet
     _is_quiet = True
     try:
@@ -132,7 +140,10 @@ def ignore_warnings() -> Iterator[None]:
 
 
 def _insert_loaded() -> None:
-    """Inserts the filters whose categories are loaded by now, each at its place in the order."""
+    """Inserts the filters whose categories are loaded by now.
+
+    Each at its place in the order.
+    """
     if _is_quiet:  # a filter that is inserted now would be dropped
         return
     filters: Any = warnings.filters
@@ -145,7 +156,10 @@ def _insert_loaded() -> None:
 
 
 def _clear_registries() -> None:
-    """Makes modules forget which warnings they have shown: leaving this block counts as a change of filters."""
+    """Makes modules forget which warnings they have shown.
+
+    Leaving this block counts as a change of filters.
+    """
     with warnings.catch_warnings():
         pass
 
@@ -169,7 +183,10 @@ Table = Mapping[str, Setting]
 
 
 def read_settings(table: Table) -> dict[str, bytes]:
-    """Pickles the settings of this process, by name; leaves out those that cannot be read or pickled."""
+    """Pickles the settings of this process, by name.
+
+    Leaves out those that cannot be read or pickled.
+    """
     found = {}
     for name, setting in table.items():
         try:
@@ -192,9 +209,10 @@ def write_settings(table: Table, values: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silences warnings in a block that imports modules: the parent has imported them and shown the warnings.
+    """Silences warnings in a block that imports modules.
 
-    Undoes changes that the modules make to warning filters and logging levels.
+    The parent has imported them and shown the warnings. Undoes changes that the modules make to warning filters and
+    logging levels.
     """
     levels = log_settings.read_levels()
     try:

@@ -37,7 +37,7 @@ from rlstructs.workers.errors import StartError
 from rlstructs.workers.fork_server import ForkServer
 from rlstructs.workers.interrupts import defer_interrupt
 
-# Milliseconds between two looks for a Ctrl-C while a fork server does not answer.
+# Milliseconds between two checks for a Ctrl-C while a fork server does not answer.
 SIGINT_DELAY = 100.0
 
 START_METHODS = ("forkserver", "spawn", "fork")
@@ -62,7 +62,10 @@ def check_start_method(start_method: str | None) -> None:
 def new_process(
     start_method: str, preload: tuple[str, ...], timeout: float | None, **arguments: Any
 ) -> process.BaseProcess:
-    """Makes a process object, but does not start it; the fork server must answer in `timeout` seconds."""
+    """Makes a process object, but does not start it.
+
+    The fork server must answer in `timeout` seconds.
+    """
     check_start_method(start_method)
     if start_method == "fork":
         return multiprocessing.get_context("fork").Process(**arguments)
@@ -75,7 +78,10 @@ def new_process(
 
 @contextlib.contextmanager
 def allow_children_of_daemons() -> Iterator[None]:
-    """Lets a daemonic process start workers; multiprocessing forbids children, but workers end with their parent."""
+    """Lets a daemonic process start workers.
+
+    multiprocessing forbids children, but workers end with their parent.
+    """
     config = process.current_process()._config  # type: ignore[attr-defined]
     with _CONFIG_LOCK:
         daemon = config.pop("daemon", None)
@@ -87,7 +93,10 @@ def allow_children_of_daemons() -> Iterator[None]:
 
 
 def dies_with_parent(start_method: str) -> bool:
-    """Whether the starting thread lives until its process ends; only then may the kernel end a worker with it."""
+    """Whether the starting thread lives until its process ends.
+
+    Only then may the kernel end a worker with it.
+    """
     return start_method == "forkserver" or threading.current_thread() is threading.main_thread()
 
 
@@ -98,12 +107,18 @@ def _get_server(preload: tuple[str, ...]) -> ForkServer:
 
 
 def forget_child(child: process.BaseProcess) -> None:
-    """Keeps the exit of this program from waiting for a process whose exit code never comes."""
+    """Keeps this program's exit from waiting for a lost process.
+
+    Its exit code never comes.
+    """
     process._children.discard(child)  # type: ignore[attr-defined]
 
 
 def _reset_after_fork() -> None:
-    """Makes a forked copy start its own server, and wait for no worker at its exit."""
+    """Makes a forked copy start its own server.
+
+    It waits for no worker at its exit.
+    """
     global _CONFIG_LOCK
     _CONFIG_LOCK = threading.Lock()  # held if the fork came while a worker was started
     import_path.renew_lock()
@@ -176,7 +191,10 @@ class _ForkServerPopen(popen_forkserver.Popen):
                 self._server.forget_if_ended()
 
     def _retry(self, data: bytes) -> None:
-        """Requests the process from a new server, unless the old one reported an error that would end both."""
+        """Requests the process from a new server.
+
+        Not if the old one reported an error that would end both.
+        """
         self._server.check_preload()
         try:
             self._request_process(data)
@@ -187,7 +205,7 @@ class _ForkServerPopen(popen_forkserver.Popen):
             raise
 
     def _request_process(self, data: bytes) -> None:
-        """Has the server fork a process, and sends it `data`."""
+        """Makes the server fork a process, and sends it `data`."""
         self.sentinel, parent_writes = self._server.connect_to_new_process(self._fds)
         self.finalizer = util.Finalize(self, _close, (self.sentinel, parent_writes))
         try:
@@ -216,7 +234,10 @@ class _ForkServerPopen(popen_forkserver.Popen):
 
 
 def _ends_soon(pid: int | None) -> bool:
-    """Whether a fork server has ended or ends within `END_DELAY`; True, too, if another thread gave it up."""
+    """Whether a fork server has ended or ends within `END_DELAY`.
+
+    True, too, if another thread gave it up.
+    """
     if pid is None:
         return True
     pidfd, deadline = open_pidfd(pid), time.monotonic() + END_DELAY
@@ -229,7 +250,10 @@ def _ends_soon(pid: int | None) -> bool:
 
 
 def _is_waitable_by(pid: int, deadline: float) -> bool:
-    """Whether a child process ends by a deadline, or another thread has reaped it; leaves the zombie."""
+    """Whether a child ends by a deadline, or was reaped by another thread.
+
+    Leaves the zombie.
+    """
     with contextlib.suppress(ChildProcessError):
         while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             if time.monotonic() >= deadline:
@@ -251,7 +275,10 @@ class _ForkServerProcess(process.BaseProcess):
 
 
 def _wait_until_readable(fd: int, deadline: float | None) -> bool:
-    """Waits for a descriptor; False after the deadline or a Ctrl-C, which a caller has put off and raises later."""
+    """Waits for a descriptor; False after the deadline or a Ctrl-C.
+
+    The caller has deferred the Ctrl-C and raises it later.
+    """
     n_deferred = defer_interrupt.n_deferred
     poll = select.poll()
     poll.register(fd, select.POLLIN)

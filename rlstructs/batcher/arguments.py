@@ -72,7 +72,7 @@ class RunSettings:
 
 
 def info_example(name: str, info: DictTensor | None) -> DictTensor:
-    """One row of the user's example, a copy on the CPU; empty if there is none."""
+    """Returns one row of the user's example, copied to the CPU; empty if None."""
     if info is None:
         return DictTensor()
     if not isinstance(info, DictTensor):
@@ -99,7 +99,7 @@ def seeds_of(seeds: int | Sequence[int], n_workers: int, name: str = "seeds") ->
 
 
 def check_factory(name: str, factory: Any) -> Any:
-    """Returns a factory; raises TypeError if it cannot be called, or is itself an agent or a network."""
+    """Returns the factory; raises TypeError for an agent, a network or a non-callable."""
     is_network = isinstance(factory, torch.nn.Module) and not isinstance(factory, RL_Agent)
     if not callable(factory) or isinstance(factory, RL_Agent) or is_network:
         got = f"{type(factory).__name__}{MODULE_HINT if is_network else ''}"
@@ -147,7 +147,10 @@ def warn_of_overlap(seeds: Sequence[int], n_envs: int) -> None:
 
 
 def check_info(name: str, info: DictTensor, example: DictTensor, n_elems: int) -> None:
-    """Raises unless `info` has `n_elems` rows, on the CPU, with the keys, dtypes and shapes of its example."""
+    """Raises unless `info` has `n_elems` rows that match its example, on the CPU.
+
+    Keys, dtypes and shapes must be those of the example.
+    """
     if not isinstance(info, DictTensor):
         raise TypeError(f"{name} must be a DictTensor, got {type(info).__name__}")
     check_same_keys(name, example.keys(), info.keys())
@@ -220,7 +223,10 @@ def check(out: Trajectories, info: Specs, steps: Specs, lead: tuple[int, int]) -
 
 
 def _check(key: str, tensor: torch.Tensor, spec: TensorSpec, lead: tuple[int, ...]) -> None:
-    """Raises SpecError unless a tensor has room for `lead` rows and timesteps of values of this spec."""
+    """Raises SpecError unless a tensor has room for `lead` rows and timesteps.
+
+    Its values must match the spec.
+    """
     (shape, dtype), n = spec, len(lead)
     is_large = tensor.ndim == n + len(shape) and all(tensor.shape[axis] >= lead[axis] for axis in range(n))
     if not is_large or tuple(tensor.shape[n:]) != tuple(shape) or tensor.dtype != dtype or tensor.device.type != "cpu":
@@ -298,7 +304,10 @@ def constructor_arguments(
 
 
 def _check_names(cls: Any, settings: Mapping[str, Any]) -> None:
-    """Raises TypeError for an argument that neither `make` nor the constructor has, or that `make` sets itself."""
+    """Raises TypeError for an argument unknown to `make` and the constructor.
+
+    Also for one that `make` sets itself.
+    """
     own, more = (list(inspect.signature(each).parameters) for each in (cls.make, cls))
     for name in settings:
         if name in SET:
@@ -310,7 +319,10 @@ def _check_names(cls: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _count_workers(n_envs: int, n_workers: int | None) -> int:
-    """The given number of workers, or the largest that divides `n_envs` and leaves each worker a core."""
+    """Returns the given number of workers, or chooses one.
+
+    It is the largest that divides `n_envs` and leaves each worker a core.
+    """
     if n_workers is None:
         return next(n for n in range(min(n_cores(), n_envs), 0, -1) if n_envs % n == 0)
     check_count("n_workers", n_workers, 0)

@@ -72,7 +72,9 @@ B = TypeVar("B", bound="RL_Batcher")
 
 @set_module("rlstructs")
 class RL_Batcher:
-    """Runs agents in environments, in worker processes, and hands out their trajectories; `make` is the short form.
+    """Runs agents in environments, in worker processes, and returns their trajectories.
+
+    `make` is a shorter way to construct one.
 
     Args:
         n_timesteps: T, the most steps that an environment takes in one rollout.
@@ -110,7 +112,7 @@ class RL_Batcher:
             it learns. `get` then gives the rollout that was ordered k calls of `execute` ago,
             and arguments of `execute` and `update` take effect k rollouts later. With one update for
             each rollout, a rollout's weights are at most k updates old; `policy_version` in `info` says which update
-            they came with. Rollouts and their order are the same in every run. `reset` drops what is under way.
+            they came with. Rollouts and their order are the same in every run. `reset` drops rollouts under way.
         debug: whether padding, and slots between rollouts, hold poison instead of zeros: NaN, or an extreme integer
             (`rlstructs.debug`); a leased tensor then raises when it is used after its release. None for the value of
             the environment variable RLSTRUCTS_DEBUG.
@@ -199,7 +201,7 @@ class RL_Batcher:
         clip_actions: bool = False,
         **settings: Any,
     ) -> Self:
-        """Makes a batcher of environments that start new episodes by themselves: the short form of the constructor.
+        """Makes a batcher of environments that reset themselves; shorter than the constructor.
 
         Args:
             env: an id of gymnasium's registry; or a function, which may be a lambda, that makes one gymnasium
@@ -236,7 +238,9 @@ class RL_Batcher:
         return cls(n_timesteps, seeds=seed, **arguments, **settings)
 
     def rollouts(self, n_steps: int | None = None) -> Iterator[Trajectories]:
-        """Yields one rollout after another: `execute` and `get`, after a `reset` if one is due.
+        """Yields one rollout after another, as `execute` and `get` do.
+
+        Calls `reset` first if one is due.
 
         `for trajectories in batcher:` does the same, without end. After a `break`, a new loop goes on where the last
         one stopped. If agents or environments take an info, call `reset` with it before the loop, whose resets keep
@@ -255,10 +259,11 @@ class RL_Batcher:
         return self.rollouts()
 
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
-        """Starts an episode in every environment; drops agents' states, and episodes that had not ended.
+        """Starts an episode in every environment.
 
-        It waits for the rollouts that are under way, those of a run-ahead too, and drops them: a cell of a notebook
-        that was interrupted can be run again. If it is itself interrupted, it can be called again.
+        Drops the agents' states and unfinished episodes. It waits for the rollouts that are under way, those of a
+        run-ahead too, and drops them: a cell of a notebook that was interrupted can be run again. If it is itself
+        interrupted, it can be called again.
 
         Args:
             agent_info: N rows with the keys of the constructor's example, on the CPU; in force until the next `reset`,
@@ -283,10 +288,11 @@ class RL_Batcher:
             self._life.phase = Phase.READY
 
     def execute(self, agent_info: DictTensor | None = None) -> None:
-        """Starts a rollout and returns at once; `get` gives it, or, with a run-ahead, the oldest one.
+        """Starts a rollout and returns at once.
 
-        Ctrl-C takes effect once the rollout is started. With no processes it takes effect once the rollout is over,
-        after five seconds, or at a second Ctrl-C; call `reset` next then.
+        `get` returns it or, with a run-ahead, the oldest one. Ctrl-C takes effect once the rollout is started. With no
+        processes it takes effect once the rollout is over, after five seconds, or at a second Ctrl-C; call `reset` next
+        then.
 
         Args:
             agent_info: N rows that replace the ones in force, from the rollout on that is started now; the rows of
@@ -377,7 +383,9 @@ class RL_Batcher:
     def wait(
         self, blocking: bool = True, *, min_workers: int | None = None, preempt: float | None = None
     ) -> tuple[int, int] | tuple[None, None]:
-        """Waits for the rollout that `execute` started, without reading its rows: for a memory that workers feed.
+        """Waits for the rollout that `execute` started, without reading its rows.
+
+        It is for a memory that workers write to, see `feed`.
 
         Args:
             blocking, min_workers, preempt: see `get`; with nodes, `min_workers` counts nodes.
@@ -391,7 +399,9 @@ class RL_Batcher:
         return self._delivery.wait(blocking, min_workers, preempt)
 
     def lease(self) -> Lease:
-        """Lends the rollout that `execute` started where the workers wrote it: `get` without a copy.
+        """Lends the rollout that `execute` started: `get` without a copy.
+
+        Tensors are views of the slots that the workers wrote.
 
         Returns:
             A `Lease` for a `with` block. It unpacks into what `get` returns, but on the CPU, and values behind a row's
@@ -451,7 +461,9 @@ class RL_Batcher:
         return self._engine.policy_version
 
     def feed(self, memory: Any, names: Mapping[str, str] | None = None) -> None:
-        """Has workers write what they collect to a memory: each its own lanes, at the end of each rollout.
+        """Makes workers write what they collect to a memory.
+
+        Each worker writes to its own lanes, at the end of each rollout.
 
         The memory then holds the rollouts that were handed out, in the rows in which `add_trajectories` would have put
         them: `wait`, `get` or `lease` adds those that it returns. Until then they are not seen, and neither are the
@@ -488,16 +500,17 @@ class RL_Batcher:
         *,
         max_steps: int | None = None,
     ) -> DictTensor:
-        """Plays episodes with copies of the agents as they are now, in environments made for the evaluation.
+        """Plays episodes with copies of the agents, in environments of their own.
 
-        Environments, agents and random streams of the training stay as they are, even if the evaluation fails or is
-        interrupted. Every environment gives the same number of episodes, one more or less, so that short ones do not
-        count more often than long ones. The call returns when the last of them has ended.
+        The copies act as the agents do now. Environments, agents and random streams of the training stay as they are,
+        even if the evaluation fails or is interrupted. Every environment gives the same number of episodes, one more or
+        less, so that short ones do not count more often than long ones. The call returns when the last of them has
+        ended.
 
-        Where an environment plays no episode, as that of an agent that is not there, others play its share. If none
-        can, or `max_steps` are over, the evaluation ends with a warning that names the environments whose episodes are
-        missing. An environment without ends needs `max_steps`: without it, the evaluation ends after a million
-        timesteps in which no episode that counts has ended.
+        Where an environment plays no episode, for example because its agent never joins, others play its share. If
+        none can, or after `max_steps`, the evaluation ends with a warning that names the environments whose episodes
+        are missing. Environments whose episodes never end need `max_steps`: without it, the evaluation ends after a
+        million timesteps in which no episode that counts has ended.
 
         Agents are copied by their `copy_for_evaluation`, and the copies are seeded. Environments come from
         `create_env`, which has to make new ones at each call.
@@ -512,8 +525,8 @@ class RL_Batcher:
             `n_episodes` rows, or fewer with a warning, with the columns of `episodes`, sorted by `env_index`.
 
         Raises:
-            SpecError: an argument is not what is needed, or the environment gives no `reward` or `done`.
-            TypeError: an agent cannot be copied; the message names what in it cannot be.
+            SpecError: an argument has a wrong value, or the environment gives no `reward` or `done`.
+            TypeError: an agent cannot be copied; the message names the part that cannot.
             StateError: there was no `reset`, or a rollout is under way: `get` it first.
             WorkerError: see `get`; a worker that is replaced plays its episodes anew.
             Exception: what an agent or environment raised; the training can go on.
@@ -534,10 +547,10 @@ class RL_Batcher:
         return plan.take(found)
 
     def episodes(self) -> DictTensor:
-        """The episodes that ended in the rollouts handed out since the last call, in one row each.
+        """Returns the episodes that ended since the last call, one row each.
 
-        If this is not called for long, at least the latest 100,000 are kept, and all of the last rollout;
-        `stats()["dropped_episodes"]` counts the others.
+        Only episodes in rollouts that were handed out count. If this is not called for long, at least the latest
+        100,000 are kept, and all of the last rollout; `stats()["dropped_episodes"]` counts the others.
 
         Returns:
             `return` float64, `length` int64, `env_index` int64, `terminated` bool, `truncated` bool, (K,). Returns are
@@ -563,7 +576,9 @@ class RL_Batcher:
         return {name: moments.copy() for name, moments in self._engine.statistics.items()}
 
     def stats(self) -> dict[str, Any]:
-        """Tells what each worker does and has done; cheap enough to call after every rollout.
+        """Returns what each worker is doing and has done; cheap.
+
+        It can be called after every rollout.
 
         Returns:
             `workers`: for each a dict of `worker` (its index), `pid`, `state` ("idle", "busy" or "gone"),
@@ -592,7 +607,7 @@ class RL_Batcher:
         return self._engine.metrics()
 
     def state_dict(self, exact: bool | str = False) -> dict[str, Any]:
-        """The state of the batcher, for `load_state_dict`; the batcher goes on as if it had not been asked.
+        """Returns the state of the batcher, for `load_state_dict`; collection is not affected.
 
         By default, the state after the last rollout that was handed out: the seeds and how far their streams are, the
         statistics, how often `update` was called, the counters of `stats`, `rollout/steps`, and the episodes that

@@ -107,7 +107,10 @@ class Engine:
         self._supervisor.replace_gone()
 
     def begin_rollouts(self, agent_info: DictTensor | None) -> None:
-        """Starts rollouts until as many as are allowed are under way; None keeps the `agent_info` in force."""
+        """Starts rollouts until the allowed number is under way.
+
+        None keeps the `agent_info` in force.
+        """
         if agent_info is not None:
             self._transport.set_agent_info(agent_info)
         self._feeding.hide()
@@ -116,7 +119,10 @@ class Engine:
         self.begin_successors()
 
     def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
-        """The number of workers that `get` waits for; None for all. Raises if an argument of `get` is wrong."""
+        """Returns the number of workers that `get` waits for; None for all.
+
+        Raises if an argument of `get` is wrong.
+        """
         if at_least is None and preempt is None:
             return None
         return self._supervisor.count_awaited(at_least, preempt)
@@ -126,11 +132,16 @@ class Engine:
         self._transport.check_out(out, n_rows)
 
     def is_ready(self, n: int | None = None, cuts: bool = False) -> bool:
-        """Whether `collect` would return at once; with `cuts`, late workers are told to end once `n` are done."""
+        """Whether `collect` would return at once.
+
+        With `cuts`, tells late workers to end their rollouts once `n` workers are done.
+        """
         return self._supervisor.is_ready(n, self._transport.cut if cuts else None)
 
     def collect(self, n: int | None = None, cuts: bool = False) -> tuple[dict[int, RolloutOrder], Batch]:
-        """Waits for the oldest rollouts; returns their orders, by worker, and what they have written.
+        """Waits for the oldest rollouts; returns their orders and their batch.
+
+        The orders are by worker.
 
         Args:
             n: the number of workers to wait for; None for all.
@@ -142,7 +153,7 @@ class Engine:
     def end_rollouts(
         self, orders: Mapping[int, RolloutOrder], batch: Batch, trajectories: Trajectories | None = None
     ) -> int:
-        """Moves on to the rollouts after these; returns the number of environments that still run.
+        """Moves on to the next rollouts; returns the number of running environments.
 
         Args:
             orders, batch: what `collect` returned.
@@ -175,7 +186,10 @@ class Engine:
             self.write_waiting()
 
     def write_waiting(self) -> None:
-        """Writes rollouts of a loaded state, which wait to be handed out, to the memory that is fed."""
+        """Writes a loaded state's rollouts to the memory that is fed.
+
+        They are rollouts that were finished and not yet handed out.
+        """
         self._feeding.write_waiting(self.version_before)
 
     def play(self, plan: EpisodePlan, seeds: Sequence[int], agent_info: DictTensor | None) -> Any:
@@ -338,7 +352,7 @@ class Delivery:
             return None, None
         orders, batch, trajectories = found
         self._equal_actions.add(trajectories)
-        with defer_interrupt():  # or the next `get` would hand out the same rollout
+        with defer_interrupt():  # otherwise the next `get` would hand out the same rollout
             n_running = self._engine.end_rollouts(orders, batch, trajectories)
             batch.release()
             self._kept, self._out = (trajectories, n_running), out
@@ -356,7 +370,7 @@ class Delivery:
             return orders, batch, read(batch)
 
     def _move_kept(self, trajectories: Trajectories, n_running: int, out: Trajectories | None) -> Trajectories:
-        """Copies what an interrupted `get` was about to return to where the next one wants it."""
+        """Copies the result of an interrupted `get` to where the next one wants it."""
         if out is self._out:
             return trajectories
         if out is None:
@@ -447,9 +461,9 @@ class Delivery:
         return Phase.READY if self._leased[2] else Phase.ENDED
 
     def forget(self) -> None:
-        """Drops what an interrupted `get` was about to return."""
+        """Drops the result that an interrupted `get` was about to return."""
         self._kept = self._out = None
 
     def close(self) -> None:
-        """Drops what is leased."""
+        """Drops the rollout that is leased."""
         self._leased = None

@@ -1,4 +1,7 @@
-"""Plays the episodes of an evaluation in the workers, beside the training; a successor plays its worker's anew."""
+"""Plays the episodes of an evaluation in the workers, beside the training.
+
+A successor plays the episodes of its worker again.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from rlstructs.shared.layout import Layout
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.errors import is_gone
 
-# Timesteps for which an environment has to wait, at least, before others play its episodes: some always wait a step.
+# The fewest timesteps that an environment waits before others play its episodes: some environments always wait a step.
 LEAST_WAIT = 100
-# Timesteps without the end of an episode that is wanted after which none is expected any more.
+# After so many timesteps in which no wanted episode ended, none is expected any more.
 MOST_QUIET = 1_000_000
 # The most environments that a warning names.
 N_NAMED = 8
@@ -46,10 +49,10 @@ def play(
 
 
 class EpisodePlan:
-    """Number of episodes that each environment plays: equally many, or none where none is played.
+    """The number of episodes that each environment plays: shared equally if possible.
 
-    An environment that waits, as that of an agent that never comes, cannot play. When only such ones have episodes
-    left, those that play get these.
+    An environment that waits, for example for an agent that never joins, cannot play. When only such environments have
+    episodes left, the others get these.
 
     Args:
         n_episodes: in all.
@@ -75,7 +78,10 @@ class EpisodePlan:
         self._n_played, self._n_quiet = 0, 0
 
     def revise(self, standing: Standing) -> bool:
-        """Gives to others what environments cannot play; returns whether there are episodes left that some can."""
+        """Gives episodes to others where environments cannot play them.
+
+        Returns whether episodes are left that some environment can play.
+        """
         owes = standing.ended < self.wanted
         if not owes.any():
             return False
@@ -110,7 +116,10 @@ class EpisodePlan:
         return episodes
 
     def describe_missing(self, env_index: np.ndarray) -> str:
-        """Describes which episodes are missing; `env_index` are the environments of those that were played."""
+        """Describes the missing episodes.
+
+        `env_index`, int64 (K,), are the environments of the episodes that were played.
+        """
         n_envs = self.wanted.size
         wanted, found = quotas(self._n_episodes, n_envs), np.bincount(env_index, minlength=n_envs)
         behind = np.flatnonzero(found < wanted)
@@ -152,7 +161,9 @@ class Rounds:
         self._first: dict[int, BaseException] = {}
 
     def play(self, wanted: np.ndarray) -> Exception | None:
-        """Plays a round in the workers whose environments have not played as many episodes as wanted, int64 (N,).
+        """Plays a round in the workers whose environments still have episodes to play.
+
+        `wanted` is int64 (N,), the number of episodes of each environment.
 
         Returns:
             What a job raised; then the evaluation has ended, and the training can go on.
@@ -200,7 +211,10 @@ class Rounds:
             column[self._blocks[worker].start : self._blocks[worker].stop] = values
 
     def _replace(self, failures: dict[int, BaseException]) -> Exception | None:
-        """Replaces workers that are gone; returns what a job raised if none is, and then ends the evaluation."""
+        """Replaces workers that are gone; returns what a job raised if none is.
+
+        In that case the evaluation has ended.
+        """
         raised = [error for _, error in sorted(failures.items()) if not is_gone(error)]
         if raised and len(raised) == len(failures):
             assert isinstance(raised[0], Exception)

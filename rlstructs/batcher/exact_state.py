@@ -1,7 +1,7 @@
-"""The exact state of an engine, with which another one goes on as if this one had never stopped.
+"""The exact state of an engine: another one continues from it identically.
 
-Rollouts under way are finished first. Then workers reply with the states of their jobs, and the trainer adds what it
-knows: of rollouts that were not handed out the replies, and what lies in the slots.
+Rollouts under way are finished first. Then workers reply with the states of their jobs. The trainer adds its own state:
+for rollouts that were not handed out, the replies and the contents of the slots.
 
 In a batcher's state dict it is the exact part, of dicts, lists, tensors, numbers and texts:
 
@@ -39,8 +39,8 @@ class TrainerState(NamedTuple):
         statistics: the moments that environments normalise by.
         transport: its exact state.
         meter: of the engine.
-        version, version_before: the number of updates, and of those that workers do not count.
-        update: the last one; None if there was none.
+        version, version_before: the number of updates, and the number of those that workers do not count.
+        update: the last update; None if there was none.
         fed_from: by worker, the number of its first rollout that a memory gets; None if none is fed.
     """
 
@@ -58,7 +58,7 @@ class EngineState(NamedTuple):
     """The state of an engine.
 
     Attributes:
-        trainer: what its own process knows.
+        trainer: the state of the trainer's process.
         jobs: the states of its workers' jobs.
     """
 
@@ -133,7 +133,10 @@ def _describe(worker: int, job: Any) -> Iterator[dict[str, Any]]:
 
 
 def _share_equal(states: list[dict[str, Any]]) -> None:
-    """Uses one tensor where workers have equal ones, such as weights, so that a file holds it once."""
+    """Uses one tensor where workers have equal ones, such as weights.
+
+    A file then holds it once.
+    """
     known: dict[tuple[int, bytes], torch.Tensor] = {}
     for state in states:
         state["storages"] = [

@@ -45,7 +45,10 @@ class Fed(Protocol):
         """Called before rollouts are ordered."""
 
     def show(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
-        """Called when rollouts are about to be handed out, by worker; what it raises leaves them as they are."""
+        """Called when rollouts, by worker, are about to be handed out.
+
+        An exception leaves the rollouts as they are.
+        """
 
     def restart(self, workers: Collection[int]) -> None:
         """Called when these workers have ended, before their successors begin."""
@@ -54,7 +57,9 @@ class Fed(Protocol):
         """Called when rollouts that were under way are dropped, and no worker writes."""
 
     def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
-        """Called when rollouts of a loaded state wait to be handed out, and no worker writes.
+        """Called when a loaded state has rollouts that wait; no worker writes.
+
+        They wait to be handed out.
 
         Args:
             first_numbers: by worker, the number of its first rollout that the memory gets.
@@ -63,10 +68,10 @@ class Fed(Protocol):
 
 
 class FedByWorkers:
-    """A memory written by workers; the trainer sees only rollouts that it has been handed.
+    """A memory written by workers; the trainer sees only rollouts it was handed.
 
-    Workers are ahead of that. The rows that the rollouts under way may overwrite are not seen either, written or not,
-    so that what is drawn does not depend on what workers are doing.
+    Workers are ahead of that. Rows that the rollouts under way may overwrite are hidden too, written or not, so that
+    draws do not depend on what workers are doing.
 
     Args:
         feed: writes to the store.
@@ -95,7 +100,7 @@ class FedByWorkers:
         return self._storage.counters.shown is self._shown
 
     def hide(self) -> None:
-        """Hides what workers will write until it is handed out."""
+        """Hides the rows that workers will write until they are handed out."""
         if not self._is_ahead:
             with self._storage.lock:  # after another thread has saved the memory
                 self._hide(self._storage.counters.shared)
@@ -114,7 +119,7 @@ class FedByWorkers:
             self._storage.show(None)
 
     def restart(self, workers: Collection[int]) -> None:
-        """Takes back what workers had written of a rollout that was lost with them."""
+        """Removes rows that workers had written of a rollout lost with them."""
         if not self._is_ahead:
             return
         records, shared = self._supervisor.records, self._storage.counters.shared
@@ -127,11 +132,14 @@ class FedByWorkers:
         self._reserve({worker: len(records[worker].orders) for worker in workers})
 
     def drop(self) -> None:
-        """Takes back what was not handed out."""
+        """Removes the rows of rollouts that were not handed out."""
         self._storage.take_back(self._shown)
 
     def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
-        """Writes what workers had written when the state was taken, and hides it until it is handed out."""
+        """Writes the waiting rollouts of a loaded state again, and hides them.
+
+        They are shown when they are handed out.
+        """
         assert self.feed is not None
         self.first_numbers = first_numbers
         orders = [record.orders for record in self._supervisor.records]
@@ -146,7 +154,10 @@ class FedByWorkers:
         self._reserve({worker: len(each) for worker, each in enumerate(orders)})
 
     def _hide(self, counters: np.ndarray) -> None:
-        """Has this process read by its own counters from here on, and no longer by those that workers write."""
+        """Makes this process read by a private copy of the counters.
+
+        From here on it does not see what workers add to the shared ones.
+        """
         self._shown[...], self._lost[...] = counters, counters[RESERVED]
         self._storage.show(self._shown, _only_in_this_thread(call_weakly(self._supervisor.settle)))
 
@@ -155,7 +166,11 @@ class FedByWorkers:
         return slice(0, 1) if self._has_one_lane else slice(block.start, block.stop)
 
     def _count_rows(self, worker: int, order: RolloutOrder) -> Any:
-        """The number of rows that a rollout has written to each lane of its worker."""
+        """Returns the number of rows that a rollout wrote to each lane.
+
+        An int if the worker has one lane, otherwise int64 (E,); 0 for a rollout that is lost or older than the memory's
+        first.
+        """
         if order.is_lost or order.number < self.first_numbers[worker]:
             return 0
         block, slots = self._transport.blocks[worker], self._transport.slots
@@ -173,7 +188,9 @@ class FedByWorkers:
 
 
 class FedHere:
-    """A memory to which the trainer adds rollouts as it hands them out, because workers cannot write to it.
+    """A memory to which the trainer adds rollouts as it hands them out.
+
+    Workers cannot write to it.
 
     Args:
         add: `add_trajectories` of the memory.
@@ -200,19 +217,20 @@ class FedHere:
         self._add(self._take(batch), self._names)
 
     def restart(self, workers: Collection[int]) -> None:
-        """Does nothing: what was lost is not handed out."""
+        """Does nothing: lost rollouts are not handed out."""
 
     def drop(self) -> None:
         """Does nothing."""
 
     def resume(self, first_numbers: Sequence[int], version_before: int) -> None:
-        """Does nothing: they are added when they are handed out."""
+        """Does nothing: rollouts are added when they are handed out."""
 
 
 def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Makes a function that calls a method as long as its object is used elsewhere.
+    """Makes a function that calls a method while its object is alive.
 
-    Avoids a reference cycle, so that dropping the batcher ends its workers at once.
+    It holds only a weak reference, and does nothing afterwards. Avoids a reference cycle, so that dropping the batcher
+    ends its workers at once.
     """
     found = weakref.WeakMethod(method)
 
@@ -225,7 +243,7 @@ def call_weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _only_in_this_thread(settle: Callable[[], None]) -> Callable[[], None]:
-    """Makes a function that calls another one, and raises StateError in every other thread than this one.
+    """Makes a function that calls `settle`, and raises StateError in other threads.
 
     Two threads that take the replies of workers would take each other's.
     """
@@ -261,7 +279,7 @@ class Feeding:
 
     @property
     def first_numbers(self) -> Sequence[int] | None:
-        """By worker, the number of its first rollout that the memory gets; None if none is fed."""
+        """By worker, its first rollout for the memory; None if none is fed."""
         return None if self.fed is None else self.fed.first_numbers
 
     def prepare(self, memory: Any, names: Mapping[str, str] | None, life: Lifecycle) -> Fed | None:
@@ -301,7 +319,7 @@ class Feeding:
     def _prepare_workers(
         self, own: FedMemory, example: Trajectories, names: Mapping[str, str], life: Lifecycle
     ) -> Fed | None:
-        """Prepares a memory for workers; returns None if only this process can write to it."""
+        """Prepares a memory for workers; None if only this process can write to it."""
         transport, storage, n_workers = self._transport, own.storage, self._supervisor.pool.n_workers
         if storage is None:
             return None

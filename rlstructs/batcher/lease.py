@@ -25,7 +25,7 @@ RELEASED = "the lease has been released: workers may write to its memory again; 
 
 
 class LeasedTensor(torch.Tensor):
-    """In debug mode, a view of leased memory that raises StateError once the lease is released.
+    """A view of leased memory that raises StateError after the release, in debug mode.
 
     Views of it are LeasedTensors too. `torch.compile` and `torch.func` do not take them: clone them first.
     """
@@ -47,13 +47,13 @@ class LeasedTensor(torch.Tensor):
             raise StateError(RELEASED)
         with torch._C.DisableTorchFunctionSubclass():
             loans = {_storage(tensor): tensor._loan for tensor in leased}
-            loans.pop(0, None)  # of tensors without elements
+            loans.pop(0, None)  # the address of tensors without elements
             result = func(*args, **kwargs)
             return torch.utils._pytree.tree_map_only(torch.Tensor, lambda made: cls._guard_view(made, loans), result)
 
     @classmethod
     def _guard_view(cls, made: torch.Tensor, loans: Mapping[int, Loan]) -> torch.Tensor:
-        """Guards a result that lies in leased memory; returns any other result as it is."""
+        """Guards a result that lies in leased memory; returns others as they are."""
         loan = loans.get(_storage(made))
         return made if loan is None or isinstance(made, cls) else cls.of(made, loan)
 
@@ -73,7 +73,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class BaseLease:
-    """Base class of leases: lends a rollout for a `with` block, and unpacks into it and `n_running`.
+    """Base class of leases: lends a rollout for a `with` block.
+
+    It unpacks into the rollout and `n_running`.
 
     Args:
         content: the rollout.
@@ -174,7 +176,7 @@ class Lease(BaseLease):
         return trajectories
 
     def is_view(self, key: str) -> bool:
-        """Whether a key of `trajectories` is a view of what the workers wrote, not a copy.
+        """Whether a key of `trajectories` is a view of the slots, not a copy.
 
         If an environment was reset in the rollout, `_observation/...` is a copy, made at the first use. Every key is a
         copy if some environments had ended before the rollout, or if it lies in several slot buffers, as it may after

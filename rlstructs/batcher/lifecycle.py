@@ -15,7 +15,10 @@ logger = logging.getLogger("rlstructs")
 
 
 class Phase(enum.Enum):
-    """The phase of a batcher; the value says in a message why a call is not allowed."""
+    """The phase of a batcher; the values complete error messages.
+
+    A value says why a call is not allowed.
+    """
 
     NEW = "there was no reset"
     READY = "no rollout is under way"
@@ -39,7 +42,10 @@ ADVICE = {
 
 
 class Lifecycle:
-    """The phase of a batcher, and the error after which it can only be closed."""
+    """The phase of a batcher, and the error that ended its use.
+
+    After that error it can only be closed.
+    """
 
     def __init__(self) -> None:
         self._phase, self._is_over = Phase.CLOSED, False
@@ -64,7 +70,7 @@ class Lifecycle:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has made the batcher, and is no forked copy of that one."""
+        """Whether this process made the batcher; False in a forked copy."""
         return os.getpid() == self._owner_pid
 
     @property
@@ -78,7 +84,7 @@ class Lifecycle:
             raise ClosedError(f"{call}: the batcher is closed")
 
     def check(self, call: str, *allowed: Phase) -> None:
-        """Raises, with advice, unless the batcher belongs to this process and is in one of these phases."""
+        """Raises, with advice, unless the phase is allowed and this process owns the batcher."""
         self.check_open(call)
         if not self.is_ours:
             check_owner(self._owner_pid)
@@ -90,7 +96,9 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def note_failures(self, call: str = "", is_halfway: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Marks the batcher as failed if the block raises, or if `call` is interrupted halfway.
+        """Marks the batcher as failed if the block raises.
+
+        Also if `call` is interrupted halfway.
 
         Args:
             call: the name of the call; "" if it can be made again after an interrupt, as workers do not notice that.

@@ -16,7 +16,7 @@ from rlstructs.structures.trajectories import Trajectories
 
 
 class Meter:
-    """Counts the steps that are handed out, and the time that the trainer waits for them.
+    """Counts the steps handed out, and the time the trainer waits for them.
 
     Attributes:
         n_steps: steps of all environments together that were handed out so far.
@@ -80,19 +80,20 @@ T = TypeVar("T")
 N_STEPS = 128
 # Rollouts after which nothing more is compared, however short they were.
 N_ROLLOUTS = 20
-# Actions that are equal to those before or beside them are hardly drawn, or nearly always the same.
+# With a larger share of actions equal to earlier or neighbouring ones, actions are not random, or nearly constant.
 MOST_REGULAR = 0.75
-# How far, of the way from that share to 1, the share of equal actions of two workers has to be.
+# The share of equal actions of two workers must exceed that share by this fraction of the distance to 1.
 EXCESS = 0.7
 LAGS = range(1, 9)
 
 
 class EqualActions:
-    """Warns once if, in the first rollouts, two workers take equal actions although they observe different things.
+    """Warns once if workers seem to draw the same random numbers.
 
-    The actions have to look as if they were drawn: a worker's must differ from those some steps before, and from those
-    of its other environments; with one environment, they must not follow from the action before. Greedy policies,
-    constant actions and scripts are therefore left alone.
+    It warns if, in the first rollouts, two workers take equal actions although they observe different things. The
+    actions have to look as if they were drawn: a worker's must differ from those some steps before, and from those of
+    its other environments; with one environment, they must not follow from the action before. Greedy policies, constant
+    actions and scripts are therefore left alone.
 
     Args:
         n_envs: E, the number of environments of a worker.
@@ -108,7 +109,10 @@ class EqualActions:
         self.is_over = n_workers < 2
 
     def add(self, trajectories: Trajectories) -> None:
-        """Adds a rollout, and warns if enough steps are equal; `is_over` is True once they are enough."""
+        """Adds a rollout; warns if enough steps are equal.
+
+        Sets `is_over` once it has seen enough steps or rollouts.
+        """
         if self.is_over:
             return
         self._n_rollouts += 1
@@ -151,7 +155,10 @@ class EqualActions:
                 return
 
     def _differing(self, worker: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the actions of each environment of worker 0 and of another one, where their observations differ."""
+        """Yields the actions of each environment of worker 0 and its counterpart.
+
+        Only steps in which the two environments observe different things; (t, K) each.
+        """
         for env in range(self._n_envs):
             other = worker * self._n_envs + env
             n = min(len(self._actions[env]), len(self._actions[other]))
@@ -161,19 +168,22 @@ class EqualActions:
 
 
 def _flatten(steps: torch.Tensor) -> torch.Tensor:
-    """(B, T, K) of (B, T, ...)."""
+    """Returns steps (B, T, ...) as (B, T, K)."""
     return steps.flatten(2) if steps.ndim > 2 else steps[..., None]
 
 
 def _share(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The share of steps whose actions are equal; 0 of no steps."""
+    """Returns the share of steps with equal actions; 0 without steps."""
     equal = [(one[: len(other)] == other[: len(one)]).all(1) for one, other in pairs]
     n = sum(map(len, equal))
     return sum(int(each.sum()) for each in equal) / n if n else 0.0
 
 
 def _predictable_share(actions: torch.Tensor) -> float:
-    """The share of actions that follow from the one before, as the most frequent successor of its kind."""
+    """Returns the share of actions that the previous action predicts.
+
+    The prediction is the most frequent successor of that action.
+    """
     kinds = np.unique(actions.numpy(), axis=0, return_inverse=True)[1].reshape(-1).tolist()
     successors: dict[int, Counter[int]] = {}
     for one, following in itertools.pairwise(kinds):

@@ -31,7 +31,9 @@ PRELOAD = ("torch", "gymnasium", "rlstructs.rollout.job", "rlstructs.envs.gym_en
 
 
 def start_engine(settings: JobSettings, run: RunSettings, debug: bool, make: type[E]) -> E:
-    """Starts an engine whose workers are processes of this machine, or, with no processes, one job in this one.
+    """Starts an engine whose workers are processes of this machine.
+
+    With no processes, one job in this process.
 
     Args:
         settings: how jobs are built.
@@ -88,7 +90,9 @@ def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: in
 
 
 def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
-    """Starts workers and builds their jobs; with no processes, builds one job in this one.
+    """Starts workers and builds their jobs.
+
+    With no processes, builds one job in this one.
 
     Raises:
         TypeError: an object of the user cannot be sent to a worker; the message names it.

@@ -42,7 +42,10 @@ FAILED = "load_state_dict: "
 
 
 def _describe_batcher(layout: Layout, seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> State:
-    """Settings that must be equal in the batcher that loads a state; one seed for each worker."""
+    """Returns the settings that must be equal in the batcher that loads a state.
+
+    There is one seed for each worker.
+    """
     keys = {f"observation/{key}": _format_spec(spec) for key, spec in layout.observation.items()}
     keys |= {f"action/{key}": _format_spec(spec) for key, spec in layout.action.items()}
     keys |= {key: _format_spec(spec) for key, spec in layout.info.items()}
@@ -73,7 +76,7 @@ def make_state(engine: Engine) -> State:
 
 
 def _pack_statistics(statistics: Mapping[str, Moments]) -> State:
-    """Moments as numbers and tensors, copied."""
+    """Returns the moments as numbers and tensors, copied."""
     return {
         name: {
             "count": kept.count,
@@ -85,7 +88,7 @@ def _pack_statistics(statistics: Mapping[str, Moments]) -> State:
 
 
 def unpack_statistics(state: State) -> dict[str, Moments]:
-    """The moments of a state's statistics, copied."""
+    """Returns the moments of a state's statistics, copied."""
     return {
         name: Moments(kept["count"], *(kept[each].detach().cpu().numpy().copy() for each in ("mean", "m2")))
         for name, kept in state.items()
@@ -93,7 +96,7 @@ def unpack_statistics(state: State) -> dict[str, Moments]:
 
 
 def check(state: Any, own: State) -> State:
-    """Returns a state with what older ones lack.
+    """Returns a state, with entries added that older states lack.
 
     Raises:
         SpecError: a batcher whose own state is `own` cannot load it; the message names what differs.
@@ -124,7 +127,7 @@ def check(state: Any, own: State) -> State:
 
 
 def _add_counters(workers: Any, own: list[State]) -> Any:
-    """Adds the counters that older states lack to those of workers; other things stay as they are."""
+    """Adds the counters that older states lack; other values stay as they are."""
     if not isinstance(workers, list):
         return workers
     n_envs = len(own[0]["env_restarts"])
@@ -132,7 +135,10 @@ def _add_counters(workers: Any, own: list[State]) -> Any:
 
 
 def _check_same(where: str, given: Any, own: Any) -> None:
-    """Raises SpecError unless both are equal; compares dicts key by key, to name what differs."""
+    """Raises SpecError unless both are equal.
+
+    Compares dicts key by key, so that the message names the difference.
+    """
     if isinstance(own, dict) and isinstance(given, dict):
         for key in {**own, **given}:
             name = key if where in ("batcher", "keys") else f"{where}/{key}"
@@ -142,7 +148,10 @@ def _check_same(where: str, given: Any, own: Any) -> None:
 
 
 def _check_form(where: str, given: Any, own: Any) -> None:
-    """Raises SpecError unless two values agree in keys, lengths, types, dtypes, and shapes of statistics."""
+    """Raises SpecError unless two values have the same structure.
+
+    Keys, lengths, types and dtypes must agree; shapes too, except of columns of episodes.
+    """
     if type(given) is not type(own):
         raise SpecError(f"load_state_dict: {where} must be a {type(own).__name__}, got {type(given).__name__}")
     if isinstance(own, dict):
@@ -178,7 +187,7 @@ def _check_episodes(episodes: dict[str, torch.Tensor], n_envs: int) -> None:
 
 
 def _format_spec(spec: TensorSpec) -> str:
-    """Dtype and shape of a key as text."""
+    """Returns dtype and shape of a key as text."""
     return f"{str(spec[1]).removeprefix('torch.')} {tuple(spec[0])}"
 
 
@@ -204,11 +213,13 @@ def take_state(engine: Engine, life: Lifecycle, delivery: Delivery, exact: bool 
 
 
 def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callable[[], Callable[[], None]]:
-    """Checks what `RL_Batcher.load_state_dict` is given; raises what that does, and changes nothing.
+    """Checks the argument of `RL_Batcher.load_state_dict`; changes nothing.
+
+    Raises what `load_state_dict` raises.
 
     Returns:
-        A function that loads it, which runs the code of environments and agents. It returns another one, which is to be
-        called last: it writes to the memory that is fed, and may find the memory restored meanwhile.
+        A function that loads the state, which runs the code of environments and agents. It returns another function,
+        to be called last: that writes to the memory that is fed, which may have been restored meanwhile.
     """
     life.check("load_state_dict", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
     checked = check(state, make_state(engine))
@@ -232,12 +243,15 @@ def plan_load(engine: Engine, life: Lifecycle, state: dict[str, Any]) -> Callabl
 
 
 def give_up(life: Lifecycle) -> None:
-    """Has a batcher whose state was loaded in vain only be closed."""
+    """Makes a batcher whose state failed to load allow only `close`."""
     if life.phase is not Phase.FAILED:
         life.fail(StateError("other parts of its checkpoint were not restored"), "its checkpoint was not restored")
 
 
 def check_between_rollouts(life: Lifecycle, delivery: Delivery, call: str) -> None:
-    """Raises StateError while a rollout is under way or leased; ClosedError if the batcher is closed."""
+    """Raises StateError while a rollout is under way or leased.
+
+    Raises ClosedError if the batcher is closed.
+    """
     delivery.drop_lease()
     life.check(call, *(phase for phase in Phase if phase not in (Phase.RUNNING, Phase.LEASED)))

@@ -28,7 +28,7 @@ from rlstructs.workers.pool import Pool
 
 logger = logging.getLogger("rlstructs")
 
-# How many successors of a worker may fail to start, one after another, before the error is raised.
+# The error is raised if so many successors of a worker, one after another, fail to start.
 MAX_ATTEMPTS = 3
 
 
@@ -81,7 +81,7 @@ class Supervisor:
         self.pool.close(with_earlier=not self.can_replace)
 
     def describe_jobs(self) -> list[JobDescription]:
-        """Asks every job for the number of its environments, and the first one for its specs."""
+        """Asks each job for its number of environments, the first for its specs."""
         found: list[JobDescription] = self.pool.call("describe")
         self._n_envs = found[0].n_envs
         for record in self.records:
@@ -103,7 +103,9 @@ class Supervisor:
         return all(each.value for each in requests if each.error is None)
 
     def update(self, packed: Any, record_sent: Callable[[list[Future]], None]) -> list[Future]:
-        """Updates every agent: at once, or, with a run-ahead, after the rollouts that were ordered before.
+        """Updates every agent, with a run-ahead after the rollouts ordered before.
+
+        Without one, at once.
 
         Args:
             packed: the update.
@@ -120,7 +122,10 @@ class Supervisor:
         return requests
 
     def set_statistics(self, statistics: dict[str, Moments]) -> None:
-        """Sets the moments that all environments, including those of successors, normalise by from the next request."""
+        """Sets the moments that all environments normalise by from the next request.
+
+        Environments of successors included.
+        """
         self.statistics = statistics
         if "reset" in self._lasting:
             self._lasting["reset"] = (statistics,)
@@ -130,7 +135,9 @@ class Supervisor:
         return self.records.get_states()
 
     def renew(self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
-        """Has every worker make new environments, and drops rollouts that were not handed out.
+        """Makes every worker replace its environments.
+
+        Drops rollouts that were not handed out.
 
         Args:
             states: by worker, what `get_states` returned; the counters continue from it.
@@ -203,7 +210,7 @@ class Supervisor:
         return count_awaited(at_least, preempt, self.noun, self.pool.n_workers, n_running)
 
     def wait(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
-        """Waits for the oldest rollout of workers; returns those that are done or lost, by worker index.
+        """Waits for the oldest rollouts; returns the finished and lost ones by worker.
 
         It may be interrupted and called again: rollouts are kept until `hand_out` removes them.
 
@@ -223,7 +230,7 @@ class Supervisor:
         return self.records.list_done()
 
     def cut_late(self, cut: Callable[[int, int], None]) -> None:
-        """Has late workers end their oldest rollout after the step that they are in.
+        """Makes late workers end their oldest rollout after their current step.
 
         Args:
             cut: called with the index of each late worker and the number of the rollout after the one to end.
@@ -245,7 +252,7 @@ class Supervisor:
         return self.records.hand_out(orders)
 
     def list_statistics(self, orders: Mapping[int, RolloutOrder]) -> list[dict[str, Moments]]:
-        """Lists the moments that each worker gathered in these rollouts, in the order of the workers."""
+        """Lists the moments that each worker gathered in these rollouts, by worker order."""
         return [order.request.value.statistics for _, order in sorted(orders.items()) if not order.is_lost]
 
     def take_replaced(self) -> set[int]:
@@ -308,7 +315,7 @@ class Supervisor:
     def call_some(
         self, method: str, arguments: tuple[Any, ...], only: list[int]
     ) -> tuple[dict[int, Any], dict[int, BaseException]]:
-        """Calls a method of some jobs; returns the values and the failures, by worker index."""
+        """Calls a method of some jobs; returns values and failures by worker index."""
         requests: list[Future] = []
         if only:
             with self.defer_interrupts():
@@ -317,13 +324,19 @@ class Supervisor:
         return {each.index: each.value for each in requests if each.error is None}, find_failures(requests)
 
     def ask_without_waiting(self, method: str) -> None:
-        """Asks every job to call a method after its earlier requests; `settle` waits for the replies."""
+        """Asks every job to call a method after its earlier requests.
+
+        `settle` waits for the replies.
+        """
         with self.defer_interrupts():
             self._last_requests = self.pool.ask(method)
 
     @contextlib.contextmanager
     def defer_interrupts(self) -> Iterator[None]:
-        """Puts off Ctrl-C until all workers are asked; not for a job in this process, which may take long."""
+        """Defers Ctrl-C until all workers are asked.
+
+        Not for a job in this process, which may take long.
+        """
         if not self.pool.can_restart:
             yield
             return
@@ -333,7 +346,10 @@ class Supervisor:
             self.is_halfway = False
 
     def _raise_gone(self, requests: list[Future]) -> None:
-        """Raises if a worker is gone and will not be replaced; an error of a job comes with its next rollout."""
+        """Raises if a worker is gone and will not be replaced.
+
+        An error of a job comes with its next rollout.
+        """
         if not self.can_replace:
             gather_values([each for each in requests if isinstance(each.error, WorkerError)])
 
@@ -415,7 +431,7 @@ class Supervisor:
         return (self.records[index].stream,)
 
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
-        """Starts a successor for each of these workers; returns the failures of those that did not come up."""
+        """Starts a successor for each of these workers; returns the failures by worker."""
         before = [(record := self.records[index], record.stream, record.n_restarts) for index in indexes]
         try:
             return self._start_successors(indexes)

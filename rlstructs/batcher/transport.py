@@ -42,10 +42,13 @@ class Outbox(Protocol):
         """Records that workers were sent this update."""
 
     def read_last(self) -> Parcel | None:
-        """The last update, copied; None if there was none, or if whoever passes it on has it."""
+        """Returns a copy of the last update.
+
+        None if there was none, or if the nodes keep it themselves.
+        """
 
     def forget(self, workers: Collection[int]) -> None:
-        """Forgets requests to workers that were replaced; their successors have only got the last update."""
+        """Forgets requests to replaced workers; successors have got only the last update."""
 
 
 class Contents(NamedTuple):
@@ -55,7 +58,7 @@ class Contents(NamedTuple):
         layout: the columns of all environments.
         blocks: for each worker, or node, the global indexes of its environments.
         n_envs: E, the number of environments of one worker.
-        hint: what the user is warned of, if anything.
+        hint: a warning for the user, if any.
     """
 
     layout: Layout
@@ -153,7 +156,10 @@ class Transport:
         """Makes every worker end every rollout after its current step."""
 
     def read_rollout(self, worker: int, number: int) -> Any:
-        """The part of a finished or lost rollout that is kept here, not in the worker's reply; picklable."""
+        """Returns the trainer's part of a finished or lost rollout; picklable.
+
+        The rest is in the worker's reply.
+        """
 
     def write_rollout(self, worker: int, number: int, content: Any) -> None:
         """Restores what `read_rollout` returned."""
@@ -245,7 +251,10 @@ class SlotTransport(Transport):
             write_info(self.slots[place[1]], "agent_info", self.infos["agent_info"], slice(block.start, block.stop))
 
     def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
-        """Records the episodes that ended; forgets unfinished ones of environments that have failed."""
+        """Records the episodes that ended.
+
+        Forgets unfinished episodes of environments that have failed.
+        """
         super().add_episodes(orders, trajectories)
         self.episodes.forget(self.failed_rows(orders))
 
@@ -303,7 +312,7 @@ class Batch:
         self.n_timesteps = int(lengths.max()) if rows.size else 0
 
     def _join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Joins numbers of rows, of each slot buffer, in the order of the batch."""
+        """Joins rows of several slot buffers in the order of the batch."""
         return parts[0] if self._order is None else np.concatenate(parts)[self._order]
 
     def _wrap(self, info: Mapping[str, torch.Tensor], steps: Mapping[str, torch.Tensor]) -> Trajectories:
@@ -336,7 +345,10 @@ class Batch:
         return self._wrap(self._info(), loan)
 
     def lend_episodes(self) -> Trajectories:
-        """Returns only the steps that episodes are found by; values in the padding are undefined."""
+        """Returns only the steps that show where episodes end.
+
+        Values in the padding are undefined.
+        """
         found: list[dict[str, torch.Tensor]] = []
         for slots, rows in self._sources:
             loan = slots.lend(None, self.n_timesteps)

@@ -1,4 +1,4 @@
-"""The supervisor's record of one worker, and of its rollouts that are not handed out yet."""
+"""The supervisor's record of one worker, with its rollouts not yet handed out."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WorkerRecord:
     """The record of one worker, and of those that it replaced.
 
     Attributes:
-        stream: which seeds it uses: 0 at first, one more after each replacement and each restored state.
+        stream: the index of its seeds: 0 at first, one more after each replacement and each restored state.
         n_restarts: how many workers were replaced in this place.
         n_lost: how many rollouts were lost with them.
         env_restarts: how often each environment was made anew in rollouts that were handed out.
@@ -82,7 +82,10 @@ class WorkerRecord:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any], n_ordered: int) -> WorkerRecord:
-        """Makes the record of a worker that continues from a state with the next seeds of its streams."""
+        """Makes the record of a worker that continues from a state.
+
+        It takes the next seeds of the worker's streams.
+        """
         return cls(
             stream=state["stream"] + 1,
             n_restarts=state["restarts"],
@@ -231,7 +234,7 @@ class Records(list[Any]):  # of WorkerRecord, or a subclass
 
 
 def describe_times(elapsed: float, clock: Clock) -> dict[str, Any]:
-    """The shares of a worker's `elapsed` seconds, under the names of `RL_Batcher.stats`."""
+    """Returns the shares of a worker's `elapsed` seconds, as `RL_Batcher.stats` names them."""
     return {
         "steps": clock.steps,
         "steps_per_second": clock.steps / elapsed,

@@ -24,7 +24,9 @@ logger = logging.getLogger("rlstructs")
 
 @set_module("rlstructs")
 class Checkpoint:
-    """Saves a training to a folder, and restores it: a run that was killed goes on as if it had not been.
+    """Saves a training to a folder and restores it after an interruption.
+
+    A run that was killed continues as if it had not been.
 
     Each checkpoint is a folder of its own in the folder. It is complete before it counts, so whenever the program is
     killed, the last one remains. Of a large memory only the rows that were written since the last checkpoint are
@@ -50,7 +52,7 @@ class Checkpoint:
 
     Raises:
         FileError: the folder is one of another program.
-        TypeError, SpecError: an argument is not what is needed.
+        TypeError, SpecError: an argument has a wrong type or value.
 
     Example:
         progress = {"n_steps": 0}
@@ -96,7 +98,9 @@ class Checkpoint:
         return [] if self._folder is None else [step_of(each) for each in self._folder.find_all()]
 
     def save(self, step: int) -> None:
-        """Saves the training, between two rollouts: not before `get`, nor while one is leased.
+        """Saves the training between two rollouts.
+
+        It cannot be called between `execute` and `get`, nor while a rollout is leased.
 
         A rollout that workers collect ahead is waited for, and belongs to the checkpoint. What an interrupted save has
         left is deleted first, and afterwards all checkpoints but the newest `keep`.
@@ -128,7 +132,7 @@ class Checkpoint:
         known = {} if before is None else read_manifest(before)[1]
         entries = {part.label: part.save(new, before, known.get(part.label, {})) for part in parts}
         write_manifest(new, step, entries)
-        # Whether an error or interrupt comes before it counts or after is for the next save to find out.
+        # The next save finds out whether an error or interrupt came before or after the checkpoint counted.
         self._pending = self._folder.published_path(new), read_identity(new)
         self._folder.publish(new)
         self._note_newest(self._pending)
@@ -136,7 +140,10 @@ class Checkpoint:
         self._folder.drop_old(self._keep)
 
     def _find_before(self, folder: CheckpointFolder, step: int) -> Path | None:
-        """The checkpoint that the next one follows, whose files it may share; None if the folder has none."""
+        """Returns the checkpoint before the next one, which may share its files.
+
+        None if the folder has none.
+        """
         latest = folder.find_latest()
         if latest is None:
             return None
@@ -161,7 +168,9 @@ class Checkpoint:
         self._last_time = time.monotonic()
 
     def save_if_due(self, step: int, every: float = 60.0) -> bool:
-        """Saves the training if it is time to, or if `preemption` has noted a signal; the latter ends the program.
+        """Saves the training if `every` seconds are over or a stop was requested.
+
+        `preemption` notes such requests; after that save the program ends.
 
         Args:
             step: see `save`.
@@ -231,7 +240,7 @@ class Checkpoint:
     def preemption(
         self, deadline: float | None = 25.0, signals: Sequence[int] = (signal.SIGTERM,)
     ) -> Iterator[Checkpoint]:
-        """Handles the signal with which a cluster asks a program to stop, in a `with` block around the training loop.
+        """Handles a cluster's stop signal in a `with` block around the training loop.
 
         A signal sets `stop_requested` and does nothing else: the rollout that is under way is finished, and the next
         `save_if_due` saves and ends the program with the code 0. Workers ignore the signal meanwhile, also where it is
@@ -250,7 +259,10 @@ class Checkpoint:
             yield self
 
     def close(self) -> None:
-        """Lets another program save to the folder, which the end of this one does too. Idempotent."""
+        """Lets other programs save to the folder. Idempotent.
+
+        The end of this program does so too.
+        """
         if self._folder is not None:
             self._folder.unlock()
 
@@ -280,7 +292,7 @@ def _make_parts(given: Mapping[str, Any], extra: Any, rng: bool, exact: bool | s
 
 
 def _restore_all(parts: Sequence[Part], restores: Sequence[Restore]) -> None:
-    """Restores parts; if one raises, it and those before it are put back."""
+    """Restores parts; if one raises, undoes all of them."""
     backups, finishing = list[tuple[str, Callable[[], None]]](), list[Callable[[], None]]()
     try:
         for part, restore in zip(parts, restores, strict=True):

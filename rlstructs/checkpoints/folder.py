@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what its files are called, and how it goes from one whole state to the next.
+"""The folder of checkpoints: its file names, and how it changes safely.
 
     step_000000010000/        a checkpoint, complete by itself
     step_000000020000_2/      the second one of its step, which replaces the first
@@ -6,7 +6,7 @@
     lock                      held by the process that saves
 
 A checkpoint is written to `step_... .new`, synced and renamed; then `latest` is replaced, and the oldest one is renamed
-to `... .old` and deleted. Whatever an interrupted save leaves is not named by `latest`: the next save deletes it.
+to `... .old` and deleted. `latest` never names leftovers of an interrupted save; the next save deletes them.
 """
 
 from __future__ import annotations
@@ -99,12 +99,14 @@ class CheckpointFolder:
             return []
         latest = self.find_latest()
         found = [entry for entry in self.path.iterdir() if NAME.fullmatch(entry.name) and (entry / MANIFEST).exists()]
-        # What an interrupted save has renamed already is newer than the latest.
+        # An interrupted save may have renamed its checkpoint already, which is then newer than the latest.
         return sorted((entry for entry in found if latest and _order(entry) <= _order(latest)), key=_order)
 
     @contextlib.contextmanager
     def keep(self, checkpoint: Path) -> Iterator[None]:
-        """Has other programs leave a checkpoint there during a block, if the file system has locks.
+        """Keeps other programs from deleting a checkpoint during a block.
+
+        Only if the file system has locks.
 
         Raises:
             FileNotFoundError: it is gone.
@@ -119,13 +121,15 @@ class CheckpointFolder:
                     fcntl.flock(file, fcntl.LOCK_UN)
 
     def lock(self) -> bool:
-        """Keeps other processes from saving to this folder, until `unlock` or the end of this process.
+        """Keeps other processes from saving to this folder.
+
+        Until `unlock` or the end of this process.
 
         Returns:
-            False if it did so already.
+            False if this process holds the lock already.
 
         Raises:
-            StateError: another one does.
+            StateError: another process holds it.
         """
         if self._has_lock():
             return False
@@ -177,10 +181,10 @@ class CheckpointFolder:
             self._release = None
 
     def clean(self) -> list[OSError]:
-        """Deletes what interrupted saves have left.
+        """Deletes the leftovers of interrupted saves.
 
         Returns:
-            The errors of what cannot be deleted.
+            The errors for entries that cannot be deleted.
         """
         kept = {entry.name for entry in self.find_all()}
         ours = (entry for entry in self.path.iterdir() if _is_ours(entry.name) and entry.name not in (LATEST, LOCK))
@@ -188,7 +192,7 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """Makes a folder to write a checkpoint to."""
-        # Behind all others of its step, so that the newest one is always the last by its name.
+        # After all others of its step, so that the newest checkpoint always comes last by name.
         stems = (NAME.fullmatch(_stem(entry.name)) for entry in self.path.iterdir())
         turn = 1 + max((int(match[2] or 1) for match in stems if match and int(match[1]) == step), default=0)
         new = self.path / f"step_{step:012}{f'_{turn}' if turn > 1 else ''}{NEW}"
@@ -256,7 +260,7 @@ def _stem(name: str) -> str:
 
 
 def _delete_all(entries: Iterable[Path]) -> list[OSError]:
-    """Deletes checkpoints and what is left of some; returns the errors of those that cannot be deleted."""
+    """Deletes checkpoints and leftovers; returns the errors of those that remain."""
     errors = []
     for entry in entries:
         try:
@@ -270,7 +274,7 @@ def _delete(entry: Path) -> None:
     if entry.is_symlink() or not entry.is_dir():  # a checkpoint that was moved elsewhere stays there
         entry.unlink(missing_ok=True)
         return
-    if NAME.fullmatch(entry.name):  # no checkpoint is ever seen that lacks files
+    if NAME.fullmatch(entry.name):  # so that nobody sees a checkpoint that lacks files
         if _is_kept(entry):
             return
         old = entry.with_name(f"{entry.name}{OLD}")
@@ -293,14 +297,17 @@ def _is_kept(checkpoint: Path) -> bool:
 
 
 def _list_tree(folder: Path) -> Iterator[Path]:
-    """A folder, those in it, and its files, but for those that another folder has too: they are on the disk already."""
+    """Yields a folder, its subfolders and its files, without files already synced.
+
+    Files with another hard link, in an earlier checkpoint, are on the disk already.
+    """
     for parent, _, names in os.walk(folder):
         yield Path(parent)
         yield from (path for path in (Path(parent, name) for name in names) if path.stat().st_nlink == 1)
 
 
 def _sync_all(paths: Iterable[Path]) -> None:
-    """Writes files and folders to the disk, several at a time, which takes less time than one after another."""
+    """Writes files and folders to the disk, several at a time for speed."""
     with ThreadPoolExecutor(N_SYNCS) as pool:
         list(pool.map(_sync, paths))
 

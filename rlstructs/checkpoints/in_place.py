@@ -1,7 +1,7 @@
-"""Checks whether the values of a checkpoint fit, and writes them into what a program has in their places.
+"""Checks whether the values of a checkpoint fit, and writes them in place.
 
-Others may hold these: an optimizer its parameters, a learner an array of statistics. A value of another kind or shape
-takes the place of what is there, unless that is a tensor that is learned.
+Other objects may hold the present values: an optimizer its parameters, a learner an array of statistics. A value of
+another kind or shape replaces the present one, unless that is a tensor that is learned.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 
 from rlstructs.errors import FileError
 
-# Collections that are filled anew; a tuple is made anew if what is in it changes.
+# Collections that are refilled in place; a tuple is replaced if one of its items changes.
 FILLED = (dict, OrderedDict, Counter, list, deque, set)
 
 
 class Plan:
-    """Finds what goes where; nothing changes before `write`."""
+    """Finds where each value goes; nothing changes before `write`."""
 
     def __init__(self) -> None:
         self._writes: list[Callable[[], None]] = []
-        self._contents: dict[int, Any] = {}  # of the collections that are filled, by their ids
-        # The ends of the memory that is written, sorted by where it starts, and what is written there.
+        self._contents: dict[int, Any] = {}  # the new contents of collections, by their ids
+        # The ends of the memory that is written, sorted by its starts, and the values that are written there.
         self._starts: list[int] = []
         self._claims: list[tuple[int, Any]] = []
 
@@ -41,14 +41,14 @@ class Plan:
 
         Args:
             name: of the value, for messages.
-            own: what is in its place.
+            own: the present object.
             saved: the value.
 
         Returns:
-            What will be in its place: `own`, or `saved` if it cannot be written into it.
+            The object to use from then on: `own`, or `saved` if it cannot be written into `own`.
 
         Raises:
-            FileError: a tensor that is learned is or holds `own`, and the value does not fit.
+            FileError: `own` is or holds a learned tensor, and the value does not fit.
         """
         if isinstance(own, (torch.Tensor, np.ndarray)):
             if _is_like(own, saved) and self._claim(own, saved):
@@ -83,7 +83,10 @@ class Plan:
         return own
 
     def _claim(self, own: Any, saved: Any) -> bool:
-        """Whether memory is to hold no other values too: two names of one array may be of two that were saved."""
+        """Claims memory for a saved value; False if another value already claims it.
+
+        Two names of one array here may be two arrays in the checkpoint.
+        """
         if not saved.size if isinstance(saved, np.ndarray) else not saved.numel():
             return True
         start, end = _find_bytes(own)
@@ -98,7 +101,7 @@ class Plan:
 
 
 def keep(own: Any) -> Callable[[], None]:
-    """Copies what is in an object; returns a function that writes it back."""
+    """Copies the contents of an object; returns a function that writes them back."""
     writes = list(_list_copies(own))
 
     def put_back() -> None:
@@ -120,7 +123,7 @@ def _list_copies(own: Any) -> Iterator[Callable[[], None]]:
 
 
 def _list_values(name: str, own: Any) -> Iterator[tuple[str, Any]]:
-    """The names and values in a collection."""
+    """Yields the names and values in a collection."""
     if isinstance(own, dict):
         yield from ((f"{name}[{key!r}]", value) for key, value in own.items())
     elif isinstance(own, (list, tuple, deque)):
@@ -164,7 +167,7 @@ def _is_writable(own: Any) -> bool:
 
 
 def _check_free(name: str, own: Any, saved: Any) -> None:
-    """Raises FileError if an object that is to go is a tensor that is learned, or holds one."""
+    """Raises FileError if an object to be replaced is, or holds, a learned tensor."""
     if _is_learned(own):
         raise FileError(
             f"{name} is {_describe(saved)}, here {_describe(own)}, which others may hold: values can be written into "
@@ -185,7 +188,10 @@ def _describe(value: Any) -> str:
 
 
 def _are_same(own: Any, content: Any) -> bool:
-    """Whether two collections hold the same objects, or equal ones that nobody can change."""
+    """Whether two collections hold the same objects.
+
+    Equal immutable objects count as the same.
+    """
     if isinstance(own, dict):
         return [*own] == [*content] and _are_same([*own.values()], [*content.values()])
     if isinstance(own, set):
@@ -197,7 +203,7 @@ def _are_same(own: Any, content: Any) -> bool:
 
 
 def _find_bytes(own: Any) -> tuple[int, int]:
-    """The addresses at which the memory of a tensor or array starts and ends."""
+    """Returns the start and end addresses of a tensor's or array's memory."""
     if isinstance(own, np.ndarray):
         start, steps, size = own.__array_interface__["data"][0], [*own.strides], own.itemsize
     else:

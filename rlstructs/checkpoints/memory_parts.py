@@ -1,4 +1,7 @@
-"""Memories as parts of a checkpoint: folders of arrays, whose long ones are cut into files that checkpoints share."""
+"""Memories as parts of a checkpoint: folders of arrays.
+
+Long arrays are cut into files that checkpoints share.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,10 @@ class RayReplayPart(Part):
 
 
 def _check_files(folder: Path, entry: Entry) -> None:
-    """Raises FileError or FileNotFoundError unless files are those that a save has written, or none are listed."""
+    """Raises FileError or FileNotFoundError unless files match the listed checksums.
+
+    A manifest without checksums passes.
+    """
     listed = entry.get("checksums", {})
     if type(listed) is not dict:
         raise FileError(f"{folder}: damaged: its manifest does not list its files")

@@ -1,4 +1,7 @@
-"""The parts of a checkpoint: each writes its own file or folder, and checks it before anything is restored."""
+"""The parts of a checkpoint; each writes its own file or folder.
+
+It checks the file before anything is restored.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from rlstructs.errors import FileError, OutOfMemoryError, SpecError, StateError,
 from rlstructs.files.opening import read_bytes
 from rlstructs.seeding import collect_states, plan_states
 
-# Restores a part; what it returns is called when all parts are restored.
+# Restores a part; returns a function to call when all parts are restored.
 Restore = Callable[[], Callable[[], None] | None]
-# What the manifest says of a part.
+# A part's entry in the manifest.
 Entry = dict[str, Any]
 
 
@@ -31,7 +34,7 @@ class Part(ABC):
     """A part of a checkpoint.
 
     Args:
-        label: what it is called in messages and in the manifest.
+        label: its name in messages and in the manifest.
 
     Attributes:
         turn: when it is restored: first what can be put back, then batchers, whose environments and agents may refuse
@@ -50,7 +53,7 @@ class Part(ABC):
         Args:
             folder: of the new checkpoint.
             before: the checkpoint that this object saved or restored last; None if it is gone.
-            known: what the manifest of that one says of the part; {} for nothing.
+            known: the part's entry in the manifest of that checkpoint; {} for none.
 
         Raises:
             SpecError: a checkpoint cannot hold it.
@@ -72,15 +75,18 @@ class Part(ABC):
         """
 
     def back_up(self) -> Callable[[], None]:
-        """Takes the state of now, and returns a function that puts it back; memories have none."""
+        """Saves the present state; the returned function restores it.
+
+        For a memory that function does nothing.
+        """
         return lambda: None
 
     def note(self) -> None:  # noqa: B027, only parts that share files with the next checkpoint need it
-        """Notes that what was saved or restored last is the newest checkpoint."""
+        """Records that the last saved or restored checkpoint is the newest one."""
 
 
 class TreePart(Part):
-    """A part that is one tree in one file; the base class of those."""
+    """A part that is one tree in one file; a base class."""
 
     @property
     def _file(self) -> str:
@@ -160,7 +166,10 @@ class BatcherPart(TreePart):
 
 
 class ExtraPart(TreePart):
-    """A dict of values, some of which may have `state_dict` and `load_state_dict`; see `in_place` for the others."""
+    """A dict of values, or of objects with `state_dict` and `load_state_dict`.
+
+    Other values are restored as `in_place` describes.
+    """
 
     def __init__(self, label: str, values: dict[str, Any]) -> None:
         super().__init__(label)
@@ -221,16 +230,19 @@ class RandomPart(TreePart):
 
 @contextlib.contextmanager
 def _name_errors(path: Path) -> Iterator[None]:
-    """Turns errors of a tree that does not fit into FileErrors that name its file."""
+    """Turns errors of a tree that does not fit into FileErrors.
+
+    The message names the tree's file.
+    """
     try:
         yield
     except FileError as error:
         if str(path) in str(error):
             raise
         raise FileError(f"{path}: {error}") from (error.__cause__ or error)
-    except (StateError, WorkerError, OutOfMemoryError):  # it is not the file that is wrong
+    except (StateError, WorkerError, OutOfMemoryError):  # the file is not the cause
         raise
-    except Exception as error:  # a tree of another program may be anything
+    except Exception as error:  # another program's tree may hold anything
         raise FileError(f"{path}: does not fit: {clean_text(error)}") from error
 
 
@@ -252,7 +264,9 @@ def is_stateful(value: Any) -> bool:
 
 
 def list_parts(label: str, given: Any) -> list[tuple[str, Any]]:
-    """Label and object of each part that was given: one object, a dict of several, or None.
+    """Returns label and object of each part that was given.
+
+    `given` is one object, a dict of several, or None.
 
     Raises:
         SpecError: a name cannot be that of a file.

@@ -1,4 +1,7 @@
-"""Signals that ask a program to stop, as clusters send them before they take a machine away."""
+"""Signals by which a cluster asks a program to stop.
+
+They come before it takes the machine away.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from rlstructs.errors import StateError
 
 
 class Preemption:
-    """Notes that a signal came. The rest is up to the program, which has a deadline from then on.
+    """Notes that a signal came, and ends the program at a deadline.
+
+    The rest is up to the program.
 
     Attributes:
         is_requested: whether a signal has come.
@@ -31,7 +36,9 @@ class Preemption:
 
     @contextlib.contextmanager
     def handle(self, deadline: float | None, signals: Sequence[int]) -> Iterator[None]:
-        """Notes signals during a block; the earlier handlers are back after it, and what was noted before is over.
+        """Notes signals during a block; restores the earlier handlers after it.
+
+        An outermost block first forgets signals that were noted before.
 
         Args:
             deadline: seconds from the first signal to the end of the program; then it is ended. None for no deadline.
@@ -60,7 +67,7 @@ class Preemption:
             self._n_blocks, self._deadline = self._n_blocks - 1, outer
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            # The program goes on, or ends as it would have; one that exits has the deadline.
+            # Unless the block ended with SystemExit, the deadline no longer applies.
             if not has_exited and not self._n_blocks:
                 self._call_off()
 
@@ -80,7 +87,7 @@ class Preemption:
 
 
 def _end_late(has_ended: _thread.LockType, deadline: float, number: int) -> None:
-    """Ends this process, and so its workers, unless it is told in time that the program goes on."""
+    """Ends this process, and so its workers, unless the program goes on in time."""
     until = time.monotonic() + deadline
     if not has_ended.acquire(timeout=min(deadline, threading.TIMEOUT_MAX)) and time.monotonic() >= until:
         name = signal.Signals(number).name

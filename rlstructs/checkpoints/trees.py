@@ -1,7 +1,9 @@
-"""Files of nested dicts and lists: `torch.save` writes them, `files.tree_archive` reads them, as `torch.load` would.
+"""Files of nested dicts and lists, written by `torch.save`.
 
-numpy arrays, and arrays and keys of jax, are stored as tensors beside what they were, because such a read makes none.
-Collections that it does not make either are stored as lists.
+`files.tree_archive` reads them, as `torch.load` would.
+
+numpy arrays, and arrays and keys of jax, are stored as tensors beside a note of their kind, because such a read makes
+only tensors. Collections that it does not make are stored as lists.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from rlstructs.files.archives import NewFile
 from rlstructs.files.opening import name_damage, open_file
 from rlstructs.files.tree_archive import ARRAY, read_tree, weigh
 
-# What `torch.load` reads as it is.
+# Types that `torch.load` reads as they are.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
-# What the key `ARRAY` of a dict says: the kind of array that it stands for; or the name of a collection.
+# Values of a dict's key `ARRAY`: the kind of array that the dict stands for, or the name of a collection.
 NUMPY, SCALAR, JAX, KEY, PARAMETER, SPARSE = "numpy", "numpy scalar", "jax", "jax key", "parameter", "sparse"
 # Collections that are stored as lists of their items; the first two only if not all keys are texts and numbers.
 COLLECTIONS = (dict, OrderedDict, Counter, set, frozenset, deque)
 TEXT_OR_NUMBER = (str, int, float, bool)
-# What keys may be, or tuples or frozensets of these.
+# Types of keys; keys may also be tuples or frozensets of these.
 KEYS = (*TEXT_OR_NUMBER, complex, bytes, type(None))
 
 
@@ -44,7 +46,7 @@ def save_tree(path: Path, name: str, tree: Any) -> None:
         tree: dicts, lists, tuples, sets, deques, tensors, numbers, texts, None, and arrays of numpy and jax.
 
     Raises:
-        SpecError: there is something else in it, which no read would make.
+        SpecError: it holds something else, which a read could not make.
         OSError: the file cannot be written.
     """
     encoded = encode_tree(name, tree)
@@ -76,7 +78,10 @@ def load_tree(path: Path, data: bytes | None = None) -> Any:
 
 
 def encode_tree(name: str, tree: Any) -> Any:
-    """Replaces arrays and collections in a tree; what has none stays the same object. Raises what `save_tree` does."""
+    """Replaces arrays and collections in a tree by what a file can hold.
+
+    Parts without any stay the same objects. Raises what `save_tree` does.
+    """
     kind = type(tree)
     if kind in (dict, OrderedDict) and all(type(key) in TEXT_OR_NUMBER and key != ARRAY for key in tree):
         return _replace_values(tree, {key: encode_tree(f"{name}[{key!r}]", value) for key, value in tree.items()})
@@ -108,7 +113,10 @@ def encode_tree(name: str, tree: Any) -> Any:
 
 
 def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
-    """Returns the tensor in a form that a read can restore; a dict for a sparse one."""
+    """Returns the tensor in a form that can be read back.
+
+    A sparse one as a dict.
+    """
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
         is_coo = tensor.layout is torch.sparse_coo
         parts = (
@@ -131,7 +139,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
 
 
 def _replace_values(tree: Any, values: Mapping[Any, Any]) -> Any:
-    """A dict with other values; the same one if they are the same."""
+    """Returns a dict with these values; the same dict if they are unchanged."""
     if all(values[key] is value for key, value in tree.items()):
         return tree
     found = copy.copy(tree)  # which keeps the versions of modules that a state of torch has as an attribute

@@ -81,7 +81,10 @@ class Totals:
         return self.lengths / max(1, self.n_episodes)
 
     def plus(self, trajectories: Trajectories, episodes: DictTensor, seconds: float) -> Totals:
-        """The sums with one more rollout and its episodes; `seconds` counts from the first rollout."""
+        """Returns the sums with one more rollout and its episodes.
+
+        `seconds` counts from the first rollout.
+        """
         return Totals(
             self.n_steps + int(trajectories.lengths.sum()),
             self.n_episodes + episodes.n_elems(),
@@ -135,7 +138,7 @@ def collect(settings: Settings, keep: bool) -> Collected:
 
 
 def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -> Iterator[Trajectories]:
-    """Collects, and yields each rollout; a Ctrl-C waits until the next one is asked for.
+    """Collects and yields rollouts; delays Ctrl-C until the next one is requested.
 
     Args:
         settings, keep: see `collect`.
@@ -153,7 +156,10 @@ def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -
 def write_rollouts(
     rollouts: Iterator[Trajectories], settings: Settings, folder: Path | None, dataset_id: str | None
 ) -> None:
-    """Runs all rollouts, and writes each to a folder, to a dataset of Minari, to both or to neither, as it comes."""
+    """Runs all rollouts, and writes each one as it comes.
+
+    To a folder, to a dataset of Minari, to both or to neither.
+    """
     with contextlib.nullcontext() if folder is None else RolloutFolder(folder) as opened:
         stream = rollouts if opened is None else _add_to(opened, rollouts)
         if dataset_id is None:
@@ -190,7 +196,7 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
                 batcher.execute()  # workers run the next rollout meanwhile
             episodes = batcher.episodes()
             totals = collected.totals.plus(trajectories, episodes, time.perf_counter() - start)
-            with defer_interrupt():  # what is counted is yielded, and what uses it finishes
+            with defer_interrupt():  # a rollout that was counted is also yielded and written
                 collected.rollouts.append((trajectories if keep else None, episodes, totals))
                 shown = {"episodes": f"{totals.n_episodes:,}", "mean_return": f"{totals.mean_return:,.2f}"}
                 bar.set_postfix(shown if totals.n_episodes else {"episodes": "0"}, refresh=False)
@@ -199,7 +205,7 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
 
 
 def make_batcher(settings: Settings) -> RL_Batcher:
-    """The batcher that runs the rollouts."""
+    """Makes the batcher that runs the rollouts."""
     agent = NamedAgent(settings.agent, settings.action_mask)
     maker = Makers(partial(gymnasium.make, settings.env_id), agent, settings.n_envs)
     arguments: dict[str, Any] = {

@@ -220,16 +220,18 @@ def _collect(options: argparse.Namespace) -> int:
 
 
 def _then(rollouts: Iterator[Any], function: Callable[[], None]) -> Generator[Any, None, None]:
-    """Calls a function when the last one has come."""
+    """Yields all items, then calls a function."""
     yield from rollouts
     function()
 
 
 @contextlib.contextmanager
 def one_interrupt() -> Iterator[Callable[[], None]]:
-    """Lets only the first Ctrl-C interrupt: a second one could destroy what is being written.
+    """Lets only the first Ctrl-C interrupt.
 
-    It gives a function after whose call the first Ctrl-C is ignored too.
+    A second one could destroy what is being written.
+
+    Yields a function; after a call of it the first Ctrl-C is ignored too.
     """
 
     def ignore() -> None:
@@ -361,7 +363,10 @@ def _read_positive(text: str) -> float:
 
 
 def _message_line(error: Exception) -> str:
-    """The message of an error in one line; for errors of others with class and worker."""
+    """Returns the message of an error in one line.
+
+    Errors that are not this library's also show their class and worker.
+    """
     try:
         message = " ".join(str(error).split())
     except Exception:

@@ -18,7 +18,9 @@ AGENTS = (RL_Agent, torch.nn.Module)
 
 
 class NamedAgent:
-    """The factory of an agent named `random` or `module:name`, which is found where it is called: in a worker.
+    """Makes the agent named `random` or `module:name`.
+
+    The name is looked up where the factory is called: in a worker.
 
     Args:
         name: the name.
@@ -29,7 +31,9 @@ class NamedAgent:
         self._name, self._mask = name, {} if action_mask is None else {"mask": action_mask}
 
     def __call__(self, **spaces: Any) -> RL_Agent | torch.nn.Module:
-        """Makes the agent, or its network; a factory gets those of the two spaces that it takes, by name.
+        """Makes the agent, or its network.
+
+        A factory gets the spaces that it takes, by name.
 
         Raises:
             SpecError: there is no such factory, or it makes no agent.

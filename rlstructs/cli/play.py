@@ -1,4 +1,6 @@
-"""`rlstructs play`: shows an agent in a window or a video, which a worker process renders.
+"""`rlstructs play`: shows an agent in a window or a video.
+
+A worker process renders it.
 
     trainer                                    the worker
     -------                                    ----------
@@ -39,7 +41,7 @@ N_TIMESTEPS = 32
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
 # Drivers that SDL, and so pygame, uses without a screen; their windows are invisible.
 INVISIBLE = ("dummy", "offscreen")
-# Modules of environments with other windows: without a screen ALE shows nothing, and GLFW ends the process.
+# Modules of environments with other windows. Without a screen, ALE shows nothing, and GLFW ends the process.
 OTHER_WINDOWS = ("ale_py", "gymnasium.envs.mujoco")
 
 
@@ -93,7 +95,7 @@ def play(settings: Settings) -> None:
 
 
 def _run(settings: Settings, path: Path | None) -> KeyboardInterrupt | None:
-    """Plays episodes and completes the video; returns the interrupt that ended it early, if any."""
+    """Plays episodes and completes the video; returns the interrupt, if any."""
     maker = Makers(partial(_make, settings, path), NamedAgent(settings.agent), n_envs=1, kind=GymEnv)
     try:
         with RL_Batcher(
@@ -153,7 +155,7 @@ def _check_mode(env_id: str, mode: str) -> None:
 
 
 class Window(gymnasium.Wrapper):  # type: ignore[misc]
-    """An environment that shows itself, and raises if there is no screen for its window.
+    """An environment that shows itself; raises if its window has no screen.
 
     Environments that print text need no screen.
 

@@ -1,4 +1,7 @@
-"""The output of the command line: summaries, plots, descriptions of files, and what a bug report needs."""
+"""The output of the command line: summaries, plots and descriptions.
+
+It describes files, and the system for a bug report.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 # File ending -> the module needed to write it, besides torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
-# Package -> what `pip install` needs for it.
+# Package -> its name for `pip install`.
 INSTALL = {"h5py": "h5py", "matplotlib": "matplotlib", "imageio_ffmpeg": "'imageio[ffmpeg]'"}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS = {kind.__name__: kind for kind in (DictTensor, TemporalDictTensor, Trajectories)}
@@ -44,7 +47,7 @@ WINDOW = 100
 
 
 def is_folder(out: str | None) -> bool:
-    """Whether --out names a folder: a name that ends in / or has no file ending."""
+    """Whether --out names a folder: it ends in / or has no file ending."""
     return out is not None and (out.endswith("/") or not Path(out).suffix)
 
 
@@ -119,7 +122,9 @@ def summary(settings: Settings, collected: Collected, written: list[str]) -> str
 
 
 def describe(path: Path) -> Iterator[str]:
-    """Describes the content of a file, or of a folder of rollouts, line by line; a folder is read part by part.
+    """Describes a file or a folder of rollouts, line by line.
+
+    Reads a folder part by part.
 
     A file may hold trajectories, or the state of a batcher; a folder may hold checkpoints of a training.
 
@@ -161,7 +166,10 @@ def describe(path: Path) -> Iterator[str]:
 
 
 def _shape(headers: list[dict[str, Any]], name: str) -> list[int]:
-    """The shape that an array has in all files together: `Trajectories.load` pads to the longest T."""
+    """Returns the shape that an array has in all files together.
+
+    `Trajectories.load` pads to the longest T.
+    """
     shapes = [header["arrays"][name]["shape"] for header in headers if name in header["arrays"]]
     if len(shapes) == 1 or not shapes[0]:
         return list(shapes[0])
@@ -169,7 +177,7 @@ def _shape(headers: list[dict[str, Any]], name: str) -> list[int]:
 
 
 class _Content:
-    """Gathers what `describe` says about the contents of files that are read one after another."""
+    """Gathers what `describe` reports about files read one after another."""
 
     def __init__(self) -> None:
         self.n_rows = 0
@@ -198,7 +206,10 @@ class _Content:
 
 
 class EndedEpisodes:
-    """Finds the episodes that ended in trajectories, which are added in the order of their rollouts."""
+    """Finds the episodes that ended in trajectories.
+
+    Trajectories must be added in the order of their rollouts.
+    """
 
     def __init__(self) -> None:
         self._tracker, self._ended = EpisodeTracker(), list[DictTensor]()
@@ -273,7 +284,9 @@ def figure(settings: Settings, collected: Collected) -> Any:
 
 
 def end_steps(episodes: DictTensor) -> np.ndarray:
-    """For each episode, the number of steps that its environment had made when it ended; (K,).
+    """Returns, for each episode, its environment's steps until it ended, (K,).
+
+    Steps are counted from the environment's reset.
 
     Args:
         episodes: all that ended since the environments were reset; those of one environment in the order of their ends.
@@ -289,7 +302,9 @@ def end_steps(episodes: DictTensor) -> np.ndarray:
 
 
 def running_means(at: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The mean, at each step, of the last `window` values, or of all values of that step if those are more.
+    """Returns the mean, at each step, of the last `window` values.
+
+    If one step has more values, of all of them.
 
     Args:
         at: the step of each value, ascending, (K,).
@@ -332,7 +347,10 @@ def _episodes(found: EndedEpisodes | SpecError) -> str:
 
 
 def _fresh_environments(rollout: Trajectories) -> np.ndarray:
-    """The environments that begin an episode here; after a reset or a lost worker, their last one never ended."""
+    """Returns the environments that begin an episode here.
+
+    After a reset or a lost worker, their last episode never ended.
+    """
     steps, env_index, key = rollout.trajectories, rollout.info["env_index"].numpy(), "observation/initial_state"
     if key not in steps:
         return env_index[:0]
@@ -354,7 +372,10 @@ PACKAGES = ("torch", "numpy", "gymnasium", "jax", "warp-lang", "cloudpickle", "h
 
 
 def describe_system() -> Iterator[str]:
-    """Yields a line for each thing; imports none of the packages but torch, which knows of CUDA."""
+    """Yields a line for each fact about the system.
+
+    Imports no package but torch, which knows about CUDA.
+    """
     yield f"rlstructs: {__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()})"
     for package in PACKAGES:

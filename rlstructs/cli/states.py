@@ -16,7 +16,10 @@ from rlstructs.files.tree_archive import read_outline
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """Reads what `RL_Batcher.state_dict` returned and `torch.save` wrote; None if a file holds something else."""
+    """Reads a saved state of a batcher; None if the file holds something else.
+
+    `RL_Batcher.state_dict` returned it, and `torch.save` wrote it.
+    """
     try:
         with open_file(path) as file:
             state = read_outline(file)
@@ -64,7 +67,7 @@ def _describe(path: Path, state: dict[str, Any], size: str) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """A value of a file, which may hold control sequences for the terminal, as text."""
+    """Returns a value from a file as text without control sequences for the terminal."""
     return clean_text(str(value), LONGEST_NAME)
 
 

@@ -1,4 +1,6 @@
-"""`rlstructs tune`, or `bench tune`: finds the fastest numbers of workers, environments and timesteps of a machine.
+"""`rlstructs tune`: finds the fastest numbers of workers, environments and timesteps.
+
+`bench tune` is another name of it.
 
 The limit is the speed of bare loops, one process per core, which step the same environments with actions drawn
 beforehand and do nothing else. Limit and trial are measured in turns, so that a busy machine slows both.
@@ -27,7 +29,7 @@ N_ENVS, N_TIMESTEPS = 16, 128
 OTHER_ENVS, OTHER_TIMESTEPS = (64, 256, 4), (32, 512)
 # Environments of each bare loop, and the actions drawn for each.
 BARE_ENVS, BARE_ACTIONS = 8, 257
-# Turns of limit and trial, and the share of the time that all turns of one trial take.
+# Alternations of limit and trial, and the share of the time that one trial takes.
 N_TURNS, TRIAL_SHARE = 3, 1 / 12
 
 
@@ -56,7 +58,10 @@ class Trial:
 
 
 def print_trials(env_id: str, n_cores: int, seconds: float) -> None:
-    """Tries choices, and prints a table of them, the best, and those for which no time was left; see `tune`."""
+    """Tries choices; prints a table of them, the best, and those left untried.
+
+    Choices are left untried when the time is up; see `tune`.
+    """
     print(f"{env_id}, random agent; the limit is bare loops, a process for each core: {n_cores}")
     print(f"{'workers':>7} {'envs':>5} {'timesteps':>9} {'steps/s':>12} {'limit':>12} {'share':>6}", flush=True)
     trials: list[Trial] = []
@@ -83,7 +88,7 @@ def tune(env_id: str, n_cores: int, seconds: float, untried: list[Choice]) -> It
         env_id: id in gymnasium's registry.
         n_cores: number of processes that run at once.
         seconds: time after which no trial begins.
-        untried: gets the choices for which no time was left.
+        untried: receives the choices for which no time was left.
     """
     end = time.monotonic() + seconds
     with bare_loops(env_id, n_cores) as limit:
@@ -141,7 +146,10 @@ def _run_trial(env_id: str, choice: Choice, limit: Callable[[float], float], sec
 
 
 def measure_speed(step: Callable[[], int], seconds: float) -> float:
-    """Steps per second of a function that returns its number of steps; calls it at least once."""
+    """Returns the steps per second of a function; calls it at least once.
+
+    The function returns its number of steps.
+    """
     n_steps, start = 0, time.perf_counter()
     while True:
         n_steps += step()
@@ -179,7 +187,10 @@ class BareLoop:
 
 @contextlib.contextmanager
 def bare_loops(env_id: str, n: int) -> Iterator[Callable[[float], float]]:
-    """Starts n bare loops; yields a function: seconds to run them -> environment steps per second of all together."""
+    """Starts n bare loops; yields a function that measures them.
+
+    It takes the seconds to run them, and returns the environment steps per second of all together.
+    """
     setup = WorkerSetup(WorkerStreams.of_seed(0))
     with WorkerPool(n, partial(BareLoop, env_id=env_id), preload=("torch", "gymnasium"), setup=setup) as pool:
         yield lambda seconds: float(sum(pool.call("run", seconds)))

@@ -85,7 +85,7 @@ class Recorder(gymnasium.Wrapper):  # type: ignore[misc]
 def check_whole(path: Path) -> None:
     """Raises OSError unless an MP4 file is complete.
 
-    After a full disk or a killed worker, boxes of the format are missing, which is the only sign.
+    After a full disk or a killed worker, boxes of the format are missing; there is no other sign.
     """
     size, at = path.stat().st_size, 0
     kinds: set[bytes] = set()

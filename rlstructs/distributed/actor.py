@@ -1,4 +1,6 @@
-"""The actor that Ray runs: requests are bytes, replies bytes and arrays, and no exception reaches Ray.
+"""The actor that Ray runs: requests are bytes, replies bytes and arrays.
+
+No exception reaches Ray.
 
     trainer                                          actor
     -------                                          -----
@@ -101,7 +103,10 @@ class NodeActor:
         return pickling.dumps(reply), columns
 
     def cut(self, number: int) -> None:
-        """Has the job end its rollouts below this number; runs in another thread than `call`."""
+        """Makes the job end its rollouts below this number.
+
+        Runs in another thread than `call`.
+        """
         if self._job is not None:
             self._job.cut(number)
 
@@ -116,7 +121,10 @@ class NodeActor:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def _make_failure(self, error: Exception) -> NodeFailure:
-        """Makes the reply for an exception; one of a worker of this node has the worker's index and traceback."""
+        """Makes the reply for an exception.
+
+        If a worker of this node raised it, the reply has the worker's index and traceback.
+        """
         cause = error.__cause__
         if not isinstance(cause, RemoteTraceback):
             index = error.worker_index if isinstance(error, WorkerError) else None
@@ -129,12 +137,15 @@ class NodeActor:
 
 
 def _has_columns(value: Any) -> bool:
-    """Whether a reply is a NamedTuple with a field `columns`, arrays that go through the object store."""
+    """Whether a reply is a NamedTuple with a field `columns`.
+
+    These arrays go through the object store.
+    """
     return isinstance(value, tuple) and "columns" in getattr(value, "_fields", ())
 
 
 def _set_import_path(path: list[str]) -> None:
-    """Looks for modules in the trainer's folders too, as far as they exist on this machine.
+    """Adds the trainer's folders to the import path, if they exist here.
 
     They come before the actor's own folders if both run the same Python, and after them otherwise.
     """

@@ -92,7 +92,7 @@ class RayBatcher(RL_Batcher):
 
     Raises:
         ImportError: Ray is not installed.
-        SpecError, TypeError: an argument is not what is needed, or no machine of the cluster has `resources`.
+        SpecError, TypeError: an argument has a wrong value or type, or no machine of the cluster has `resources`.
         OutOfMemoryError: an object store is too small for the rollouts.
         WorkerError: a node or a worker could not start.
         Exception: what `create_env` or `create_agent` raised in a worker.
@@ -186,7 +186,7 @@ class RayBatcher(RL_Batcher):
             See `RL_Batcher.get`.
 
         Raises:
-            SpecError: an argument does not fit; the rollout can still be had.
+            SpecError: an argument does not fit; the rollout can still be fetched.
             StateError, WorkerError, Exception: see `RL_Batcher.get`.
         """
         if min_workers is not None:
@@ -194,12 +194,12 @@ class RayBatcher(RL_Batcher):
         return super().get(blocking, out, min_workers=min_nodes, preempt=preempt)
 
     def lease(self) -> PartsLease:  # type: ignore[override]
-        """Lends the rollout that `execute` started where it lies in the object store: `get` without a copy.
+        """Lends the rollout in the object store: `get` without a copy.
 
         Returns:
             A `PartsLease` for a `with` block. It unpacks into a list of `Part`, one for each node, whose numpy arrays
             are read-only, and the number of environments that still run. `execute` and `reset` are allowed again after
-            its release. The object store of arrays that are kept longer is not freed before they are.
+            its release. Arrays that are kept longer keep their memory in the object store.
 
         Raises:
             StateError, WorkerError, Exception: see `get`.
@@ -209,7 +209,7 @@ class RayBatcher(RL_Batcher):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Tells what each worker does and has done, by the last reply of its node.
+        """Returns what each worker is doing and has done, by its node's last reply.
 
         Returns:
             What `RL_Batcher.stats` returns, and the `node` of each worker. `nodes`: for each a dict of `node` (its
@@ -226,7 +226,9 @@ class RayBatcher(RL_Batcher):
 
 
 def split_processes(n_processes: int, n_nodes: int) -> list[int]:
-    """The number of processes of each node, as equal as possible; the first ones may have one more.
+    """Returns the number of processes of each node, as equal as possible.
+
+    The first nodes may have one more.
 
     Example:
         >>> split_processes(7, 3), split_processes(2, 4)
@@ -240,8 +242,8 @@ def split_processes(n_processes: int, n_nodes: int) -> list[int]:
 class PartsLease(BaseLease):
     """A rollout without a copy; `RayBatcher.lease` makes it.
 
-    Use it in a `with` block, or `release` it. Arrays that are kept longer do not change, but their object store is not
-    freed.
+    Use it in a `with` block, or `release` it. Arrays that are kept longer do not change, but keep their memory in the
+    object store.
 
     Attributes:
         n_running: the number of environments that still run.
@@ -310,7 +312,9 @@ def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> by
 
 
 class StoreCheck:
-    """Checks that object stores can hold the rollouts, the updates that nodes have not taken yet, and the next one.
+    """Checks that object stores can hold the rollouts and the updates.
+
+    The updates: those that nodes have not taken yet, and the next one.
 
     Args:
         pool: the nodes.
@@ -334,7 +338,10 @@ class StoreCheck:
         cluster.check_store("rollouts and updates", needs)
 
     def check_update(self, n_bytes: int) -> None:
-        """Raises OutOfMemoryError if there is no room for updates of this size, WorkerError without a connection."""
+        """Raises OutOfMemoryError if there is no room for updates of this size.
+
+        Raises WorkerError without a connection.
+        """
         self._pool.check_connection()
         if n_bytes > max(cluster.INLINE, self._update_nbytes):
             before, self._update_nbytes = self._update_nbytes, n_bytes

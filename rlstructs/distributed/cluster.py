@@ -1,4 +1,4 @@
-"""Questions to Ray: a connection, machines to run on, and the size of their object stores."""
+"""Queries to Ray: its connection, its machines, and their object stores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from rlstructs.errors import OutOfMemoryError, SpecError
 
-# In bytes. A smaller reply is sent directly: the object store takes 4 ms on two busy cores. Ray's own limit is a tenth
-# of this. The process that sends applies the limit, so actors are started with this one.
+# In bytes. A smaller reply is sent directly, because the object store takes 4 ms on two busy cores. Ray's own limit is
+# a tenth of this. The sender applies the limit, so actors are started with this one.
 INLINE = 2**20
 # In bytes. A smaller value is sent with each request; Ray allows up to twice as much.
 SMALL = 50 * 1024
@@ -24,7 +24,9 @@ OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
 def import_ray(what: str = "RayBatcher") -> Any:
-    """Imports Ray and returns the module, which may not be connected to a cluster yet.
+    """Imports Ray and returns the module.
+
+    It may not be connected to a cluster yet.
 
     Args:
         what: the name of the class that needs Ray, for the message.
@@ -53,7 +55,10 @@ def read_connection() -> str | None:
 
 
 def share(value: Any, n_bytes: int) -> Any:
-    """Returns what to send for a value of `n_bytes`: a copy if it is small, else a reference to the object store."""
+    """Returns what to send for a value of `n_bytes`.
+
+    A copy if it is small, otherwise a reference to the object store.
+    """
     return copy.deepcopy(value) if n_bytes < SMALL else import_ray().put(value)
 
 
@@ -78,7 +83,10 @@ class Machine:
         return int(self.resources.get("object_store_memory", 0))
 
     def is_reachable(self) -> bool:
-        """Whether it accepts a connection; Ray may list a dead machine for a minute or more."""
+        """Whether the machine accepts a connection.
+
+        Ray may list a dead machine for a minute or more.
+        """
         try:
             socket.create_connection((self.address, self.port), CONNECTING).close()
         except OSError:
@@ -103,7 +111,10 @@ def list_machines() -> dict[str, Machine]:
 
 
 def list_free_resources() -> dict[str, dict[str, float]]:
-    """Lists how much of each resource nobody has reserved, by `node_id`; Ray's numbers may be some moments old."""
+    """Returns the unreserved amount of each resource, by `node_id`.
+
+    Ray's numbers may be some moments old.
+    """
     from ray._private.state import available_resources_per_node  # Ray's public functions only give sums
 
     found: dict[str, dict[str, float]] = available_resources_per_node()
@@ -111,7 +122,10 @@ def list_free_resources() -> dict[str, dict[str, float]]:
 
 
 def is_death(error: Exception) -> bool:
-    """Whether Ray's error says that the actor is gone; otherwise only a reply may be lost."""
+    """Whether Ray's error says that the actor is gone.
+
+    Otherwise only a reply may be lost.
+    """
     from ray import exceptions
 
     gone = (
@@ -144,14 +158,19 @@ class Placement:
     strategy: Any = None
 
     def check(self) -> None:
-        """Raises SpecError if no machine has what an actor reserves, even with nothing else on it."""
+        """Raises SpecError if no machine is large enough for an actor.
+
+        Even with nothing else on it.
+        """
         if self.strategy is None and not self._list_fitting():
             raise SpecError(
                 f"resources: no machine of the cluster has {self}; all together have {import_ray().cluster_resources()}"
             )
 
     def choose(self, taken: list[str]) -> Machine | None:
-        """Chooses the machine with the fewest actors that has room for one; None to leave it to Ray.
+        """Chooses the machine with room for an actor and the fewest actors.
+
+        None leaves the choice to Ray.
 
         Args:
             taken: the `node_id` of each present actor's machine.
@@ -168,7 +187,7 @@ class Placement:
         return next((machine for machine in fitting if machine.is_reachable()), None)
 
     def n_machines(self) -> int:
-        """The number of machines that have room for an actor; 1 if there are none."""
+        """The number of machines that have room for an actor; at least 1."""
         return len(self._list_fitting()) or 1
 
     @property
@@ -176,7 +195,10 @@ class Placement:
         return self.resources or {"CPU": 1}  # Ray asks for that much to place an actor
 
     def _has_room(self, machine: Machine, unreserved: Mapping[str, float], taken: list[str]) -> bool:
-        """Whether a machine has room for an actor; Ray may not know yet what the newest actors reserve."""
+        """Whether a machine has room for another actor.
+
+        Ray may not know yet what the newest actors reserve.
+        """
         n, reserved = taken.count(machine.node_id), self.resources or {}
         return all(
             min(unreserved.get(name, 0), machine.resources[name] - n * reserved.get(name, 0)) >= amount
@@ -193,7 +215,10 @@ class Placement:
         return sorted(fitting, key=lambda machine: machine.node_id)
 
     def make_options(self, machine: Machine | None) -> dict[str, Any]:
-        """Makes Ray's options for an actor that should run on a machine; None for any machine."""
+        """Makes Ray's options for an actor on a machine; None for any machine.
+
+        The machine is a preference: Ray may choose another one.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         resources = {"CPU": 0.0, **self.resources} if self.resources else {}  # otherwise Ray reserves a CPU too

@@ -66,15 +66,15 @@ class Node:
         index: the index of the node.
         workers: the indexes of its workers, counted over all nodes.
         actor: Ray's handle of the actor.
-        noun: how messages call it.
+        noun: its name in messages.
         node_id, address, pid: where it runs, once that is known.
         requests: the requests without a reply, the oldest first.
-        since: since when the oldest one is waited for, in the time of `time.monotonic`.
+        since: when the wait for the oldest one began, in the time of `time.monotonic`.
         report: the last report of its job.
         placing_since: when it was started, or when the last warning came that it is not placed and built yet.
         error: why it is gone; None while it is not.
         is_late: whether it has missed a deadline, and has not replied since.
-        has_answered: whether the reply that is waited for was on the node's machine when its time was over.
+        has_answered: whether the awaited reply existed on the node's machine at its deadline, and is in transit.
     """
 
     index: int

@@ -1,4 +1,7 @@
-"""`NodeJob`: runs an engine for a block of the workers in an actor, and answers the trainer's requests."""
+"""`NodeJob`: runs an engine for a block of the workers, in an actor.
+
+It answers the trainer's requests.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class NodeSettings:
     libraries: dict[str, dict[str, bytes]]
 
     def for_workers(self, workers: slice) -> NodeSettings:
-        """The settings of the node that has these workers."""
+        """Returns the settings of the node that has these workers."""
         agent_seeds = self.job.agent_seeds
         job = dataclasses.replace(
             self.job,
@@ -93,7 +96,9 @@ class NodeRollout:
 
 
 class NodeReply(NamedTuple):
-    """A node's reply when its rollout is over; the first four fields are named as in `RolloutReply`.
+    """A node's reply when its rollout is over.
+
+    Its first four fields are named as in `RolloutReply`.
 
     Attributes:
         running: the environments that still run, counted from the node's first; None for all of them.
@@ -166,7 +171,10 @@ class NodeEngine(Engine):
         return NodeRollout(before, self.take_new_episodes(), ran), running, gathered, columns
 
     def cut(self, number: int) -> None:
-        """Ends rollouts below this number after their current step; called while another thread runs one."""
+        """Ends rollouts below this number after their current step.
+
+        It is called while another thread runs one.
+        """
         with contextlib.suppress(IndexError, TypeError):  # the engine was closed meanwhile
             for worker in range(self.pool.n_workers):
                 self._transport.cut(worker, number)
@@ -190,7 +198,9 @@ class NodeEngine(Engine):
 
 
 class NodeJob:
-    """Runs an engine for a block of the workers, and answers the requests of a `NodeSupervisor`.
+    """Runs an engine for a block of the workers.
+
+    It answers the requests of a `NodeSupervisor`.
 
     Args:
         settings: the settings of its engine.
@@ -211,7 +221,7 @@ class NodeJob:
         self._agent_info: DictTensor | None = None  # for the next rollout
         self._version = 0
         self._evaluation: Rounds | None = None
-        # The states in a rollout's reply. The report that goes with it holds the same object, so it is pickled once.
+        # The states in a rollout's reply. Its report holds the same object, which is therefore pickled once.
         self._states: list[dict[str, Any]] | None = None
 
     def describe(self) -> JobDescription:
@@ -228,7 +238,10 @@ class NodeJob:
         return {"pids": self._engine.pool.pids, "states": states}
 
     def set_infos(self, data: bytes) -> None:
-        """Sets `agent_info` and `env_info` for later requests; `data` pickles a dict of both, N rows each, or empty."""
+        """Sets `agent_info` and `env_info` for later requests.
+
+        `data` pickles a dict of both, N rows each, or empty.
+        """
         with FailureGuard(self):
             rows = self._rows()
             self._infos = {name: _take_rows(info, rows) for name, info in pickling.loads(data).items()}
@@ -263,7 +276,10 @@ class NodeJob:
         self._engine.cut(number)
 
     def update(self, packed: tuple[int, Parcel]) -> None:
-        """Updates every agent; `packed` holds the number of updates, this one included, and the update."""
+        """Updates every agent.
+
+        `packed` holds the number of updates, this one included, and the update.
+        """
         with FailureGuard(self):
             self._version, parcel = packed
             self._engine.update(self._engine.pack(parcel))
@@ -344,7 +360,7 @@ def _init_worker(init_worker: Callable[[int], object], first: int, index: int) -
 
 
 def _raise(found: Found | Exception) -> Found:
-    """Returns what is no exception."""
+    """Raises an exception; returns anything else."""
     if isinstance(found, Exception):
         raise found from found.__cause__
     return found
@@ -360,7 +376,7 @@ class OwnState(NamedTuple):
 
     Attributes:
         infos: `agent_info` and `env_info`, as they were last set.
-        agent_info: what the next rollout begins with; None for the one in force.
+        agent_info: the one that the next rollout begins with; None for the one in force.
         all_ended: whether every environment has ended.
         new_episodes: environments whose episodes began anew, which the trainer was not told yet.
     """
@@ -376,7 +392,7 @@ class NodeState(NamedTuple):
 
     Attributes:
         engine: the state of its engine.
-        own: what it knows beside.
+        own: the rest of its state.
     """
 
     engine: EngineState
@@ -394,7 +410,7 @@ class NodeState(NamedTuple):
 
     @property
     def begins_episodes(self) -> bool:
-        """False: where new episodes begin in its workers, the node itself sees to it."""
+        """False: the node itself handles new episodes of its workers."""
         return False
 
     @property
@@ -414,7 +430,10 @@ class NodeState(NamedTuple):
         return self.engine.trainer.update
 
     def as_dict(self) -> dict[str, Any]:
-        """Converts to a dict of lists and tensors, without the last update, which the trainer keeps."""
+        """Converts to a dict of lists and tensors, without the last update.
+
+        The trainer keeps the update.
+        """
         trainer = self.engine.trainer._replace(update=None)
         return {"workers": [job.as_dict() for job in self.engine.jobs], **dumps((trainer, self.own)).as_tensors()}
 

@@ -1,4 +1,4 @@
-"""Node parts: what nodes send of a rollout, and the batches that are made of them.
+"""Node parts: what nodes send of a rollout, and batches made of it.
 
 A node sends the columns of its slots, so each observation once, but only the rows and timesteps that were written. They
 arrive as read-only arrays in the object store; `get` copies them once.
@@ -26,10 +26,12 @@ from rlstructs.workers.public_names import set_module
 
 @set_module("rlstructs.distributed")
 class Part(Mapping[str, np.ndarray]):
-    """One node's part of a rollout: read-only arrays (B, T, ...) by name, in the object store.
+    """One node's part of a rollout: read-only arrays by name, in the object store.
+
+    Their shape is (B, T, ...).
 
     Values behind a row's length are undefined. `_observation/...` of a rollout in which an environment was reset is a
-    copy, made at the first use. bfloat16, which numpy has not, is given as int16.
+    copy, made at the first use. bfloat16, which numpy lacks, is given as int16.
 
     Attributes:
         node: the index of the node.
@@ -105,11 +107,11 @@ class PartBuilder:
         return Part(node, recorded, columns["first_steps"], {name: columns[name] for name in self.layout.info})
 
     def build_lost(self, node: int, infos: Columns, n_rows: int) -> Part:
-        """Builds the part of a node that has sent nothing: rows without steps.
+        """Builds rows without steps for a node that has sent nothing.
 
         Args:
             node: the index of the node.
-            infos: what is known of its rows all the same, by name; other columns of `info` are zeros.
+            infos: the columns of `info` that are known nevertheless, by name; others are zeros.
             n_rows: the number of rows.
         """
         columns = {
@@ -167,7 +169,10 @@ class NodePartsBatch(Batch):
         return steps
 
     def lend(self) -> Trajectories:
-        """Copies only the steps that episodes are found by; values in the padding are undefined."""
+        """Copies only the steps that show where episodes end.
+
+        Values in the padding are undefined.
+        """
         specs = {name: spec for name, spec in self._specs.items() if name in NAMES_OF_STEPS}
         steps = _make_steps((len(self.lengths), self.n_timesteps), specs)
         for node_part, rows in self._place():

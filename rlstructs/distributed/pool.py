@@ -1,4 +1,4 @@
-"""`NodePool`: a `Pool` whose workers are actors of Ray, and the errors for what happens on nodes."""
+"""`NodePool`: a `Pool` whose workers are actors of Ray; errors of nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACING = 60.0
 MENDING = 5.0
 # Seconds that nodes have to close their jobs.
 CLOSING = 6.0
-# Seconds between two looks at the connection to Ray: without one no reply would ever come.
+# Seconds between two checks of the connection to Ray: without it no reply would ever come.
 LOOKING = 1.0
 
 
@@ -49,7 +49,7 @@ class NodePool:
         Exception: what a job raised as it was built.
     """
 
-    #: How messages call a node.
+    #: The word for a node in messages.
     noun = "node"
 
     def __init__(
@@ -102,7 +102,7 @@ class NodePool:
 
     @property
     def can_restart(self) -> bool:
-        """True: a node that is gone is replaced on what is left of the cluster."""
+        """True: a node that is gone is replaced on the rest of the cluster."""
         return True
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -110,9 +110,9 @@ class NodePool:
         return self.gather(self.ask(method, *args), fails_fast=True)
 
     def ask(self, method: str, *args: Any, only: Iterable[int] | None = None) -> list[Future]:
-        """Asks nodes to call a method of their jobs, and returns at once; the returned objects get the results.
+        """Asks nodes to call a method of their jobs, and returns at once.
 
-        A node may get several requests, which it answers one after another.
+        The returned futures get the results. A node may get several requests, which it answers one after another.
 
         Args:
             method: the name of the job's method.
@@ -149,7 +149,10 @@ class NodePool:
         return not self._find_awaited(asked, n, fails_fast)
 
     def cut(self, index: int, number: int) -> None:
-        """Has a node end its rollouts below this number after the step that it is in; returns at once."""
+        """Makes a node end its rollouts below this number; returns at once.
+
+        They end after the current step.
+        """
         node = self.nodes[index]
         if node.error is None and self._is_connected():
             node.actor.cut.options(concurrency_group=ASIDE).remote(number)
@@ -180,7 +183,7 @@ class NodePool:
         """Closes every job and ends every actor, by force after some seconds. Idempotent.
 
         Args:
-            with_earlier: without effect: only what jobs raise as they close is raised.
+            with_earlier: has no effect: only errors of closing jobs are raised.
 
         Raises:
             Exception: the first exception of a job that was closed; every actor has ended all the same.
@@ -215,7 +218,7 @@ class NodePool:
         self.check_connection()
 
     def check_connection(self) -> None:
-        """Raises WorkerError unless this process has the connection to Ray over which the actors were started."""
+        """Raises WorkerError unless the connection used to start the actors is open."""
         if not self._is_connected():
             raise WorkerError("the connection to Ray was shut down meanwhile")
 
@@ -271,12 +274,18 @@ class NodePool:
         return asked
 
     def gather(self, asked: Sequence[Future], *, fails_fast: bool = False) -> list[Any]:
-        """Waits for requests and returns their values; raises the first error once all are over, or one has failed."""
+        """Waits for requests and returns their values.
+
+        Raises the first error once all are over or, with `fails_fast`, once one has failed.
+        """
         self.settle(asked, fails_fast=fails_fast)
         return gather_values(asked)
 
     def _find_awaited(self, asked: Sequence[Future], n: int | None, fails_fast: bool) -> list[Node]:
-        """Finds the nodes that `settle` has to wait for; looks at the clock once, as a deadline may pass."""
+        """Finds the nodes that `settle` has to wait for.
+
+        Looks at the clock only once, as a deadline may pass meanwhile.
+        """
         self._check_open()
         self._receive_all()
         self._extend_deadlines()
@@ -289,7 +298,10 @@ class NodePool:
             return [node for node in self.nodes if node.index in indexes and node.requests and not node.is_overdue()]
 
     def _wait(self, nodes: Sequence[Node], rings: SimpleQueue[None]) -> None:
-        """Waits for a reply or for the first deadline of these nodes; warns of nodes that are placed too slowly."""
+        """Waits for a reply, or for the first deadline of these nodes.
+
+        Warns of nodes that are placed too slowly.
+        """
         with self._lock:
             limits = [(node, node.requests[0].limit) for node in nodes if node.requests]
             ends = [node.since + limit for node, limit in limits if limit is not None]
@@ -303,7 +315,10 @@ class NodePool:
             logger.warning("%s", self._describe_unplaced(node, now - node.since))
 
     def _extend_deadlines(self) -> None:
-        """Gives a late node that has answered its time once more, because a long reply takes time to arrive here."""
+        """Extends the deadline once for late nodes that have answered.
+
+        A long reply takes time to arrive here.
+        """
         with self._lock:
             late = {
                 node.requests[0].reference: node for node in self.nodes if node.is_overdue() and not node.has_answered
@@ -325,7 +340,7 @@ class NodePool:
                 pass
 
     def _receive(self, node: Node) -> bool:
-        """Receives the reply to a node's oldest request; returns False if it has not come."""
+        """Receives the reply to a node's oldest request; False if there is none yet."""
         with self._lock:
             if not (node.requests and node.requests[0].reply.done()):
                 return False
@@ -357,7 +372,7 @@ class NodePool:
         try:
             data, columns = node.requests[0].reply.result()
             return pickling.loads(data), columns
-        except Exception as error:  # of Ray: it says why there is no reply
+        except Exception as error:  # Ray's error, which says why there is no reply
             if cluster.is_death(error):
                 self._give_up(node, make_crash_error(node, self._describe_losses(node), error))
                 return None, {}
@@ -395,7 +410,10 @@ class NodePool:
 
 
 def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:
-    """Makes the error for a reply that says that a node's oldest request failed; `place` says where: "on node 0"."""
+    """Makes the error for a node's reply that its oldest request failed.
+
+    `place` says where, for example "on node 0".
+    """
     error = reply.failure.to_exception(reply.worker_index, node.requests[0].asked.label)
     if isinstance(error, WorkerError):
         error.args, error.worker_index = (f"{place}: {error}",), reply.worker_index
@@ -405,7 +423,10 @@ def make_job_error(node: Node, place: str, reply: NodeFailure) -> BaseException:
 
 
 def make_crash_error(node: Node, losses: str, error: Exception) -> WorkerError:
-    """Makes the error for a node that is gone, from Ray's error; `losses` says what is gone with it."""
+    """Makes the error for a node that is gone, from Ray's error.
+
+    `losses` says what is lost with it.
+    """
     label = node.requests[0].asked.label
     crashed = WorkerCrashed(f"{node} is gone, with {losses}; last request: {label}", node.workers.start)
     crashed.__cause__ = error.with_traceback(None)
@@ -413,7 +434,10 @@ def make_crash_error(node: Node, losses: str, error: Exception) -> WorkerError:
 
 
 def make_loss_error(node: Node, error: Exception) -> Exception:
-    """Makes the error for a lost reply of a node that still runs, from Ray's error."""
+    """Makes the error for a lost reply of a running node.
+
+    It is made from Ray's error.
+    """
     text = f"the reply of {node} to {node.requests[0].asked.label!r} is lost"
     lost: Exception = WorkerError(f"{text}: {error}", node.workers.start)
     if cluster.is_full(error):

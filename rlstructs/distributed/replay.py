@@ -48,7 +48,9 @@ WEIGHT = "weight"
 
 @set_module("rlstructs")
 class RayReplay:
-    """A replay memory in shards, each an actor of Ray that keeps the rows of some of the environments.
+    """A replay memory in shards, each an actor of Ray.
+
+    A shard keeps the rows of some of the environments.
 
     The rows of environment e are in shard e modulo `n_shards`. Each environment has a ring of its own, so that n-step
     returns and sequences continue from one rollout to the next. A pickled copy of this object gives another trainer
@@ -74,7 +76,7 @@ class RayReplay:
 
     Raises:
         ImportError: Ray is not installed.
-        SpecError, TypeError: an argument is not what is needed.
+        SpecError, TypeError: an argument has a wrong value or type.
         WorkerError: a shard could not start.
 
     Example:
@@ -189,7 +191,7 @@ class RayReplay:
             (bool); and `weight`, float32 (B,): (smallest priority of all / priority) ** (alpha * beta).
 
         Raises:
-            SpecError: an argument is not what is needed, or there is nothing to draw.
+            SpecError: an argument has a wrong value, or there is nothing to draw.
             WorkerError: a shard is gone.
         """
         self._check_open("sample")
@@ -248,7 +250,7 @@ class RayReplay:
         return sum(report["rows"] for report in self._pool.reports)
 
     def stats(self) -> dict[str, Any]:
-        """The state of the shards, as of their last answers.
+        """Returns the state of the shards at their last answers.
 
         Returns:
             `shards`: for each a dict of `shard` (its index), `node_id` and `address` (Ray's, of the machine), `pid`,
@@ -303,11 +305,13 @@ class RayReplay:
             self._plan_load(Path(path), held)()
 
     def _plan_load(self, path: Path, held: contextlib.ExitStack) -> Callable[[], None]:
-        """Has the shards read a folder, and returns a function that has them use it; see `load`.
+        """Makes the shards read a folder; returns a function that puts it into use.
+
+        See `load`.
 
         Args:
             path: the folder.
-            held: has the shards forget what they read, unless the function was called.
+            held: makes the shards discard what they read, unless the function was called.
         """
         self._check_open("load")
         generator, files = replay_files.read(path, self._header(), self._n_shards)
@@ -364,7 +368,10 @@ class RayReplay:
             self._pool.check_connection()
 
     def _join(self, dtypes: Dtypes, columns: list[Columns], lead: tuple[int, ...]) -> DictTensor:
-        """Joins the columns of all shards, and adds weights; `lead` is the shape of the first axes of the result."""
+        """Joins the columns of all shards, and adds weights.
+
+        The first axes of the result have the shape `lead`.
+        """
         leaves = np.concatenate([own.pop("/" + LEAF) for own in columns])
         least = min(report["least"] for report in self._pool.reports if report["rows"])
         joined = {name: np.concatenate([own[name] for own in columns]) for name in columns[0]}
@@ -381,7 +388,7 @@ class RayReplay:
         return DictTensor({**found, **more, WEIGHT: torch.from_numpy(weights)})
 
     def _cast(self, steps: Steps) -> tuple[Dtypes, Columns]:
-        """Casts values to the dtypes that the shards hold, and returns all dtypes and the columns.
+        """Casts values to the dtypes of the shards; returns all dtypes and columns.
 
         Raises:
             SpecError: a value does not fit.
@@ -399,7 +406,7 @@ class RayReplay:
         return dtypes, columns
 
     def _draw(self, n: int, names: list[str], settings: dict[str, Any]) -> tuple[Dtypes, list[Columns]]:
-        """Draws `n` rows or sequences; returns the dtypes of the tensors, and the columns of each shard."""
+        """Draws `n` rows or sequences; returns dtypes and each shard's columns."""
         length = settings["sequence_length"]
         counts = self._pool.split_draws(n, (length, length > 1 and settings["episode_ends"] == AVOID_ENDS), self._rng)
         shards = [shard for shard, count in enumerate(counts) if count]
@@ -413,7 +420,9 @@ class RayReplay:
 
 @dataclass(frozen=True)
 class ReplayFeed:
-    """Feeds a `RayReplay` through the trainer: workers cannot write to the actors that hold its rows.
+    """Feeds a `RayReplay` through the trainer.
+
+    Workers cannot write to the actors that hold its rows.
 
     Args:
         names: as of `take_trajectories`.
@@ -444,7 +453,7 @@ class ShardPool(NodePool):
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """The last report of each shard; see `Shard.report`."""
+        """The last report of each shard, see `Shard.report`."""
         return [node.report for node in self.nodes]
 
     def refresh(self) -> None:
@@ -452,18 +461,23 @@ class ShardPool(NodePool):
         self.gather(self.ask("report"))
 
     def ask_idle(self, busy: list[int]) -> None:
-        """Asks the other shards for reports, unless they are to reply anyway; does not wait for them."""
+        """Asks the other shards for reports, without waiting for them.
+
+        Shards that have requests to answer are left out: their replies come with a report.
+        """
         self.ask("report", only=[node.index for node in self.nodes if not (node.index in busy or node.requests)])
 
     def find_dtypes(self) -> Dtypes:
-        """The dtypes of the tensors, by name; {} as long as no shard has rows."""
+        """Returns the dtypes of the tensors, by name; {} while no shard has rows."""
         if not any(report["dtypes"] for report in self.reports):
             self.refresh()  # other trainers may have added the first rows
         found: Dtypes = next((report["dtypes"] for report in self.reports if report["dtypes"]), {})
         return found
 
     def split_draws(self, n: int, kind: Kind, rng: np.random.Generator) -> list[int]:
-        """Splits `n` draws among the shards, in proportion to the sums of their priorities, one in each n-th of it all.
+        """Splits `n` draws among the shards, in proportion to their sums of priorities.
+
+        Stratified: one draw from each n-th of the total.
 
         Raises:
             SpecError: there is nothing to draw.

@@ -1,4 +1,4 @@
-"""The folder of a saved `RayReplay`: a file for each shard, and a header that names them."""
+"""The folder of a saved `RayReplay`: a header, and a file for each shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ NAME = re.compile(rf"shard-\d+-[0-9a-f]{{8}}\.{FORMAT}")
 
 
 def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any], shards: Iterable[np.ndarray]) -> None:
-    """Writes the shards' files, then the header, then deletes the files that the old header named.
+    """Writes the shards' files, then the header, then deletes the old files.
+
+    The old files are those that the old header named.
 
     Args:
         folder: the folder, which is made if there is none.
@@ -59,7 +61,7 @@ def write(folder: Path, memory: Mapping[str, Any], generator: Mapping[str, Any],
 
 
 def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.random.Generator, list[Path]]:
-    """Reads a header; returns the trainer's random generator, and the paths of the shards' files.
+    """Reads a header; returns the trainer's generator and the shards' paths.
 
     Args:
         folder: the folder.
@@ -87,7 +89,7 @@ def read(folder: Path, memory: Mapping[str, Any], n_shards: int) -> tuple[np.ran
 
 @contextlib.contextmanager
 def open_shard(file: Path) -> Iterator[np.ndarray]:
-    """Yields the bytes of a shard's file, and makes a FileError that the block raises name this file.
+    """Yields the bytes of a shard's file; makes FileErrors name this file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -120,7 +122,10 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 
 def _list_named(folder: Path) -> list[str]:
-    """The names of files in the present header; none if there is no header, or it is damaged."""
+    """Returns the names of files in the present header.
+
+    [] if there is no header, or it is damaged.
+    """
     try:
         names: list[str] = _parse_header(read_bytes(folder / HEADER))["shards"]
         return names

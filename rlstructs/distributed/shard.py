@@ -56,7 +56,10 @@ class ShardFile(NamedTuple):
 
 
 def columns_of(steps: Steps) -> Columns:
-    """The columns that are sent to a shard for these steps: values by name, and what else describes them."""
+    """Returns the columns to send to a shard for these steps.
+
+    Values by name, and the arrays that describe the steps.
+    """
     marks = {
         LENGTHS: steps.lengths,
         LANES: steps.lanes,
@@ -87,7 +90,7 @@ class ShardSettings:
 
 
 class ShardMemory(PrioritizedMemory):
-    """A memory with the sums of priorities that a trainer needs to draw from several memories."""
+    """A memory that also sums its priorities, for draws from several memories."""
 
     # The last result of `_find_whole`, with the length and the snapshot that it was for.
     _found: tuple[int, bytes, np.ndarray] | None = None
@@ -106,7 +109,7 @@ class ShardMemory(PrioritizedMemory):
         return {ROW: float(tree.total), **{kind: self._sum(*kind) for kind in kinds}}, float(tree.minimum)
 
     def _sum(self, length: int, is_whole: bool) -> float:
-        """Sums up the priorities of rows that a draw of this kind may begin with."""
+        """Sums the priorities of rows that a draw of this kind may begin with."""
         store, tree = self._storage, self._priorities.tree
         view = store.view(length)
         if is_whole and store.episodes is not None:
@@ -116,7 +119,10 @@ class ShardMemory(PrioritizedMemory):
         return total if total > EXACT * tree.total else float(tree.values[view.every_row()].sum())
 
     def _find_whole(self, view: View) -> np.ndarray:
-        """The ids of rows that begin a window of the view's length in one episode; kept until the next write."""
+        """Returns the ids of rows that begin a window of one episode.
+
+        Windows have the length of `view`; the result is kept until the next write.
+        """
         if self._found is None or self._found[:2] != (view.length, view.snapshot):
             every = view.every_row()
             self._found = (view.length, view.snapshot, every[view.remaining(every) >= view.length])
@@ -124,7 +130,10 @@ class ShardMemory(PrioritizedMemory):
 
     @property
     def largest(self) -> float:
-        """The priority of new rows: the largest one so far, of all shards as far as this one knows."""
+        """The priority of new rows: the largest one so far.
+
+        Of all shards, as far as this one knows.
+        """
         return self._priorities.max_priority
 
     @largest.setter
@@ -147,7 +156,9 @@ class ShardMemory(PrioritizedMemory):
         return {INDEX: index, LEAF: picked.fields["leaves"], **{name: each.numpy() for name, each in known.items()}}
 
     def update_sampled(self, index: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities of rows that were not overwritten since `describe_sample` returned this `index`.
+        """Sets the priorities of sampled rows, unless they were overwritten meanwhile.
+
+        `index` is the one that `describe_sample` returned.
 
         Raises:
             IndexError: an index is of a row that was not written yet.
@@ -242,7 +253,7 @@ class Shard:
         return ShardFile({DATA: np.frombuffer(data, np.uint8)})
 
     def load(self, columns: Columns) -> None:
-        """Reads a file into another memory, which `use_loaded` puts in the place of the present one.
+        """Reads a file into a new memory, which `use_loaded` then puts into use.
 
         Raises:
             FileError: the file is damaged, or lacks a tensor.
@@ -282,5 +293,8 @@ class Shard:
 
 
 def _is_of(name: str, key: str) -> bool:
-    """Whether a tensor holds what this key of `ShardSettings.names` names, or an entry of it."""
+    """Whether a tensor belongs to this key of `ShardSettings.names`.
+
+    It has the key's name, or is an entry below it.
+    """
     return name == key or name.startswith(f"{key}/")

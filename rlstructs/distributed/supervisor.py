@@ -46,8 +46,8 @@ class NodeRecord(WorkerRecord):
     def lose(self) -> None:
         """Marks the rollout that was running as lost.
 
-        If only a reply was lost, replies of later rollouts may have come. These continue from steps that nobody has, so
-        they are run again.
+        If only a reply was lost, replies of later rollouts may have come. They continue from the lost steps, so these
+        rollouts are run again.
         """
         known = {order.number for order in self.orders if order.is_lost}
         super().lose()
@@ -61,7 +61,10 @@ class NodeRecord(WorkerRecord):
                 order.request = Future(order.request.index, order.request.label)
 
     def with_handed_out_clocks(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The present states, but with the clocks of what was handed out: a node that runs ahead is further."""
+        """Returns the present states with the clocks of the last handed-out rollouts.
+
+        A node that runs ahead is already further.
+        """
         then = self.states or [{RESTARTS: None}] * len(states)
         return [
             {**now, **({name: before[name] for name in NEW_CLOCK} if before[RESTARTS] == now[RESTARTS] else NEW_CLOCK)}
@@ -95,7 +98,10 @@ class NodeSupervisor(Supervisor):
         return sum(state[RESTARTS] for state in self.get_states())
 
     def send_infos(self, infos: Any) -> None:
-        """Puts `agent_info` and `env_info` into force for later requests; pickled, or a reference of Ray to that."""
+        """Puts `agent_info` and `env_info` into force for later requests.
+
+        They are pickled, or a reference of Ray to the pickle.
+        """
         with self.defer_interrupts():
             self._lasting["set_infos"] = (infos,)  # keeps its first place: before the reset
             requests = self.pool.ask("set_infos", infos)
@@ -119,12 +125,12 @@ class NodeSupervisor(Supervisor):
         return list(chain.from_iterable(cast(list[list[dict[str, Moments]]], super().list_statistics(orders))))
 
     def get_states(self) -> list[dict[str, Any]]:
-        """Returns what `renew` needs, by worker, as of its node's last reply."""
+        """Returns the arguments of `renew`, by worker, from its node's last reply."""
         both = zip(self._nodes.nodes, cast(list[NodeRecord], self.records), strict=True)
         return [state for node, record in both for state in record.with_handed_out_clocks(node.report["states"])]
 
     def renew(self, states: list[dict[str, Any]], seeds: Sequence[int], agent_seeds: Sequence[int] | None) -> None:
-        """Has every worker make new environments; nodes derive the seeds themselves."""
+        """Makes every worker replace its environments; nodes derive the seeds themselves."""
         self.settle()
         self.records[:] = [NodeRecord(n_ordered=record.n_ordered) for record in self.records]
         self._lasting.pop("reset", None)
@@ -135,7 +141,10 @@ class NodeSupervisor(Supervisor):
             record.states = node.report["states"]
 
     def stats(self) -> list[dict[str, Any]]:
-        """The entries of `RL_Batcher.stats` for each worker and its node, by the node's last reply."""
+        """Returns the entries of `RL_Batcher.stats` for each worker, with its node.
+
+        They come from the node's last reply.
+        """
         return [
             {
                 "worker": index,
@@ -150,14 +159,17 @@ class NodeSupervisor(Supervisor):
         ]
 
     def _add_unconfirmed(self, requests: list[Future]) -> None:
-        """Keeps requests whose reply nobody waits for; raises if a node is gone and will not be replaced."""
+        """Keeps requests whose reply nobody waits for.
+
+        Raises if a node is gone and will not be replaced.
+        """
         self._unconfirmed += [(each, self.records[each.index].n_ordered) for each in requests if not each.is_over]
         self._raise_gone(requests)
 
     def _check_unconfirmed(self) -> dict[int, BaseException]:
-        """Finds nodes that have run the next rollouts without a request before them, and why Ray has lost that.
+        """Finds nodes that missed a request before their next rollouts.
 
-        An exception of the job is not found here: it comes with the rollout itself.
+        Returns Ray's errors, by node. An exception of the job is not found here: it comes with the rollout itself.
 
         Raises:
             Exception: the error of the first request, if nodes are not replaced.
@@ -188,7 +200,10 @@ class NodeSupervisor(Supervisor):
             raise
 
     def _make_successor_arguments(self, index: int) -> tuple[Any, ...]:
-        """Returns the states from which the workers of a successor continue; each has one more restart."""
+        """Returns the states from which the workers of a successor continue.
+
+        Each has one more restart.
+        """
         self._unconfirmed = [(each, number) for each, number in self._unconfirmed if each.index != index]
         record = cast(NodeRecord, self.records[index])
         n_lost, record.n_lost_in_states = record.n_lost - record.n_lost_in_states, record.n_lost

@@ -80,7 +80,10 @@ class NodeTransport(Transport):
             self.cut(node, ALL_ROLLOUTS)
 
     def add_episodes(self, orders: Mapping[int, RolloutOrder], trajectories: Trajectories) -> None:
-        """Records the episodes that ended; forgets unfinished ones of environments that a node has reset."""
+        """Records the episodes that ended.
+
+        Forgets unfinished ones of environments that a node has reset.
+        """
         rollouts = {node: order.request.value.rollout for node, order in orders.items() if not order.is_lost}
         for node, rollout in rollouts.items():
             self.episodes.forget(self._global_rows(node, rollout.reset_before))
@@ -89,7 +92,10 @@ class NodeTransport(Transport):
             self.episodes.forget(self._global_rows(node, rollout.reset_after))
 
     def _rows_that_ran(self, node: int, order: RolloutOrder) -> np.ndarray:
-        """The global indexes of a rollout's environments; more than expected if the node has replaced a worker."""
+        """Returns the global indexes of a rollout's environments.
+
+        More than expected if the node has replaced a worker.
+        """
         rows = order.request.value.rollout.rows
         return np.array(self.blocks[node]) if rows is None else self._global_rows(node, rows)
 
@@ -120,7 +126,9 @@ class Broadcast:
         self._check_size, self.version = check_size, 0
 
     def pack(self, info: Any) -> Any:
-        """Returns what to send for an update, or a `Parcel` of one: its bytes, or a reference to the object store.
+        """Returns what to send for an update, or for a `Parcel` of one.
+
+        Its bytes, or a reference to the object store.
 
         Raises:
             OutOfMemoryError: an object store is too small.
@@ -136,7 +144,7 @@ class Broadcast:
         self.version += 1
 
     def read_last(self) -> None:
-        """None: nodes have the last update."""
+        """Returns None: nodes keep the last update."""
 
     def forget(self, workers: Collection[int]) -> None:
         """Does nothing: Ray knows which node still needs which update."""

@@ -97,7 +97,7 @@ class ActionReader:
     def read_batch(
         self, action: DictTensor, n: int, convert: Conversion = keep_numpy
     ) -> tuple[Any, dict[str, np.ndarray]]:
-        """Returns the actions of `n` environments as one batch, and the columns that hold them.
+        """Returns the actions of `n` environments as one batch, and their columns.
 
         Args:
             action: the agent's output.

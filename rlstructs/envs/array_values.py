@@ -34,7 +34,10 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def copy_value(value: Any) -> Any:
-    """Copies a value that an environment may change later; as an array where it cannot be copied otherwise."""
+    """Copies a value that an environment may change later.
+
+    As an array if it cannot be copied otherwise.
+    """
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, CONSTANTS):
@@ -46,7 +49,10 @@ def copy_value(value: Any) -> Any:
 
 
 def may_share_memory(values: Iterable[Any]) -> bool:
-    """Whether any two of these values may overlap in memory; True also where that cannot be found out."""
+    """Whether any two of these values may overlap in memory.
+
+    True also if that is unknown.
+    """
     arrays, places = [], []
     for value in values:
         if isinstance(value, CONSTANTS):
@@ -61,7 +67,10 @@ def may_share_memory(values: Iterable[Any]) -> bool:
 
 
 def native_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype in this machine's byte order; float64 for floats that are wider than 64 bits."""
+    """Returns the dtype in this machine's byte order.
+
+    float64 for floats wider than 64 bits.
+    """
     dtype = np.dtype(dtype)
     return np.dtype(np.float64) if dtype.kind == "f" and dtype.itemsize > 8 else dtype.newbyteorder("=")
 

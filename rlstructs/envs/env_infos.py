@@ -1,4 +1,4 @@
-"""What infos tell beside observations: numbers for columns, and the final observations of episodes."""
+"""Reads infos: numbers for columns, and the final observations of episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlstructs.structures.arrays import Spec
 PREFIX = "info/"
 FINAL = "final_info"
 
-# Of final observations: the names in gymnasium, in its earlier versions, and in Stable-Baselines3.
+# Names of final observations: in gymnasium, in its earlier versions, and in Stable-Baselines3.
 FINAL_NAMES = ("final_obs", "final_observation", "terminal_observation")
 
 InfoKeys = Sequence[str] | Mapping[str, Any]
@@ -59,7 +59,10 @@ class InfoColumns:
         return bool(self._wanted)
 
     def write(self, arrays: Mapping[str, np.ndarray], row: int, info: Any, env: object) -> None:
-        """Writes the info of environment `env` to a row: NaN, 0 or False where it lacks a name."""
+        """Writes the info of environment `env` to a row.
+
+        NaN, 0 or False where it lacks a name.
+        """
         if not isinstance(info, Mapping):
             raise SpecError(f"environment {env}: its info must be a dict, got {type(info).__name__}")
         for key, name, dtype in self._wanted:
@@ -84,7 +87,10 @@ class InfoColumns:
 
 
 def final_infos(infos: Any) -> Any:
-    """The infos of steps that ended an episode, from a vector environment that resets in the same step, or None."""
+    """Returns the infos of steps that ended an episode, or None.
+
+    The vector environment resets in the same step.
+    """
     return infos.get(FINAL) if isinstance(infos, Mapping) else None
 
 
@@ -110,7 +116,10 @@ def _look_up(info: Mapping[str, Any], name: str) -> Any:
 
 
 def _to_number(value: Any, name: str, dtype: np.dtype[Any], env: object) -> Any:
-    """Converts a value to a number of this dtype; None becomes NaN, 0 or False."""
+    """Converts a value to a number of this dtype.
+
+    None becomes NaN, 0 or False.
+    """
     if value is None:
         return np.nan if dtype.kind == "f" else 0
     try:
@@ -127,7 +136,10 @@ def _to_number(value: Any, name: str, dtype: np.dtype[Any], env: object) -> Any:
 
 
 def _look_up_column(infos: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Finds the rows under a name (None: there are none), and the mask of environments that have it (None: all)."""
+    """Finds the rows under a name, and the mask of environments that have it.
+
+    Rows are None if there are none, the mask if all have it.
+    """
     if name in infos:
         return infos[name], infos.get(f"_{name}")
     first, _, rest = name.partition("/")
@@ -138,7 +150,10 @@ def _look_up_column(infos: Mapping[str, Any], name: str) -> tuple[Any, Any]:
 
 
 def _to_numbers(values: Any, mask: Any, name: str, dtype: np.dtype[Any], n: int) -> np.ndarray:
-    """Converts the rows of n environments to a column of this dtype; rows outside the mask are NaN, 0 or False."""
+    """Converts the rows of n environments to a column of this dtype.
+
+    Rows outside the mask are NaN, 0 or False.
+    """
     found = np.full(n, np.nan if dtype.kind == "f" else 0, dtype)
     if values is None:
         return found
@@ -163,7 +178,9 @@ def has_finals(infos: Any) -> bool:
 
 
 def find_finals(infos: Any, n_envs: int, name: str) -> Any:
-    """Finds the final observations in infos: one batch of the space, or an array or list of E observations.
+    """Finds the final observations in infos.
+
+    They are one batch of the space, or an array or list of E observations.
 
     Args:
         infos: a dict, or a sequence of one dict for each environment.
@@ -210,7 +227,10 @@ def write_finals(leaves: Mapping[str, Leaf], at: np.ndarray, finals: Any, arrays
 
 
 def _split_finals(leaf: Leaf, finals: Any, n_envs: int) -> tuple[Sequence[Any] | None, Leaf]:
-    """Splits `finals` into one value for each environment, and the leaf that reads each; None for a single batch."""
+    """Splits `finals` into one value for each environment.
+
+    Also returns the leaf that reads each value. None for a single batch.
+    """
     # In a Tuple space, a tuple is a single batch.
     is_list = isinstance(finals, list) or (isinstance(finals, tuple) and not leaf.path)
     if _is_object_array(finals) or (is_list and len(finals) == n_envs):

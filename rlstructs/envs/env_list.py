@@ -31,7 +31,10 @@ CLOSE_SECONDS = 3.0
 
 
 def check_policy(on_env_failure: Any, max_env_restarts: Any) -> None:
-    """Raises SpecError or TypeError unless these arguments of a batcher or vector environment are right."""
+    """Raises SpecError or TypeError unless these arguments are valid.
+
+    They are arguments of a batcher or a vector environment.
+    """
     if on_env_failure not in POLICIES:
         raise SpecError(f"on_env_failure must be one of {POLICIES}, got {on_env_failure!r}")
     if max_env_restarts is not None:
@@ -39,7 +42,7 @@ def check_policy(on_env_failure: Any, max_env_restarts: Any) -> None:
 
 
 class LivesRule(NamedTuple):
-    """The rule by which environments that fail are made anew.
+    """The rule by which failed environments are replaced.
 
     Attributes:
         make: makes environment k for its n-th new life, from 1 on, given k, n and `seed`.
@@ -71,13 +74,13 @@ class RestartPolicy(NamedTuple):
 
 
 class EnvLives:
-    """The lives of each environment of a list: how often it was made anew, and what its present life has done.
+    """The lives of each environment of a list: its restarts, and its present life.
 
     Args:
         n_envs: the number of environments.
 
     Attributes:
-        n_steps: how often all of them were stepped together; whoever steps them counts it up first.
+        n_steps: how often all of them were stepped together; the caller increments it before each step.
         counts: how often each environment was made anew.
     """
 
@@ -167,14 +170,20 @@ class EnvLives:
                 error, place = failure, "its constructor"
 
     def take_counts(self) -> dict[int, int]:
-        """Counts restarts since the last call, by index; environments that had none are left out."""
+        """Returns the number of restarts since the last call, by index.
+
+        Environments that had none are left out.
+        """
         new = {k: n - taken for k, (n, taken) in enumerate(zip(self.counts, self._n_taken, strict=True)) if n > taken}
         self._n_taken = list(self.counts)
         return new
 
 
 def close_in_time(env: Any, index: int) -> None:
-    """Closes an environment that has failed; leaves it to itself if that takes too long, ignores what it raises."""
+    """Closes an environment that has failed, within a time limit.
+
+    Afterwards it is left to a daemon thread; errors are ignored.
+    """
 
     def close() -> None:
         try:

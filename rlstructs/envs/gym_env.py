@@ -203,7 +203,9 @@ class GymEnv(RowDefaults, EnvList):
         return self._end_step(after, running) if self._ended or self._gone else Step(after, NO_ROWS, None, None)
 
     def _end_step(self, after: Rows, running: np.ndarray) -> Step:
-        """Ends a step in which episodes ended or environments failed: keeps those that run, and fills the fresh rows.
+        """Ends a step in which episodes ended or environments failed.
+
+        Keeps those that run, and fills the fresh rows.
 
         Args:
             after: the rows after it.
@@ -269,7 +271,10 @@ class GymEnv(RowDefaults, EnvList):
         return self._copy(self._begin(k, self._start_episode, seed, row)[0])
 
     def _start_episode(self, k: int, seed: int | None, row: int) -> Any:
-        """Resets environment k, writes its info to a row of the fresh ones, and returns its observation."""
+        """Resets environment k, and returns its observation.
+
+        Writes its info to a row of the fresh rows.
+        """
         episode, seed = None, self._new_seeds.get(k, seed)
         if self._has_episode_seeds:
             episode = Episode.after(self._episodes[k], self._stream_seeds[k], self._options[k])
@@ -291,10 +296,11 @@ class GymEnv(RowDefaults, EnvList):
 
 @set_module("rlstructs")
 class GymEnvInf(GymEnv):
-    """A `GymEnv` whose environments reset themselves in the step that ends an episode, so that all always run.
+    """A `GymEnv` whose environments reset themselves when an episode ends.
 
-    Of a step that ended an episode, the first pair holds the true final observation, with its reward
-    and flags; the second pair, which the agent sees next, holds the first observation of the new episode.
+    They reset in the same step, so that all always run. Of a step that ended an episode, the first pair holds the true
+    final observation, with its reward and flags; the second pair, which the agent sees next, holds the first
+    observation of the new episode.
 
     Args:
         defer_resets: for resets that take long. An environment that ends within a rollout of `RL_Batcher` leaves the

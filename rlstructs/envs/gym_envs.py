@@ -44,7 +44,10 @@ def find_env(env_id: str) -> str:
 
 
 def import_module(module: str, what: str) -> Any:
-    """Imports a module that the user named; raises SpecError, which begins with `what`, if that fails."""
+    """Imports a module that the user named.
+
+    Raises SpecError, which begins with `what`, if that fails.
+    """
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -110,7 +113,9 @@ def check_envs(envs: Sequence[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[An
 
 
 def find_observation_space(env: gymnasium.Env[Any, Any], seed: int) -> gymnasium.Space[Any]:
-    """The observation space of an environment; if it has none, that of the arrays which it shows.
+    """Returns the observation space of an environment.
+
+    If it has none, a space for its first observation, an array.
 
     Raises:
         SpecError: it has none, and its first observation is no array.
@@ -128,7 +133,7 @@ def find_observation_space(env: gymnasium.Env[Any, Any], seed: int) -> gymnasium
 
 
 def check_new(env: Any, k: int, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
-    """Raises SpecError if an environment cannot take the place of number k of these, which it was made for."""
+    """Raises SpecError if an environment cannot replace number k of a list."""
     if any(innermost(env) is innermost(each) for each in envs):
         raise SpecError(f"environment {k}: it was to be made anew, but its function gave an environment again")
     for name in ("observation_space", "action_space"):
@@ -138,7 +143,7 @@ def check_new(env: Any, k: int, envs: Sequence[gymnasium.Env[Any, Any]]) -> None
 
 
 def _suggest_list(envs: Any) -> str:
-    """Names what was given instead of a list, and what to do with it."""
+    """Describes what was given instead of a list, and suggests a remedy."""
     if isinstance(envs, gymnasium.vector.VectorEnv):
         return f"{type(envs).__name__}: give it to GymVectorEnv"
     if callable(envs):

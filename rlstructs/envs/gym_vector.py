@@ -55,21 +55,21 @@ class GymVectorEnv(RowDefaults):
     then called with the rows of one group. (Not below a wrapper, nor in mode DISABLED.)
 
     Args:
-        envs: has `num_envs`, `single_observation_space` and `single_action_space`; or, like EnvPool,
+        envs: has `num_envs`, `single_observation_space` and `single_action_space`; or, like EnvPool, the
             `observation_space` and `action_space` of a single environment.
         seed: as for `GymEnv`. A vector environment that refuses a list of seeds gets an array, or else a single seed
             below 2**31; if it takes no seed at a reset, a warning says so. None for environments that were seeded when
             they were made, as EnvPool's are: `rlstructs.int32_seed` makes a seed for those.
         keep_float64: keep float64 observations and actions, rather than turn them into float32.
-        autoreset_mode: the mode, where `envs.metadata["autoreset_mode"]` does not say it; None then means NEXT_STEP,
-            with a warning.
+        autoreset_mode: the mode, if `envs.metadata["autoreset_mode"]` is missing; None then means NEXT_STEP, with a
+            warning.
         info_keys: as for `GymEnv`. For a step that ended an episode in mode SAME_STEP, values come from
             `infos["final_info"]`.
         clip_actions: as for `GymEnv`.
 
     Raises:
         TypeError: `envs` is no vector environment.
-        SpecError: a space is not supported, or `envs` says another mode.
+        SpecError: a space is not supported, or `envs` has another mode.
 
     Example:
         >>> import gymnasium
@@ -144,7 +144,10 @@ class GymVectorEnv(RowDefaults):
         return step_pairs(self.step_rows(action), torch.arange(self._n, device="cpu"))
 
     def row_groups(self) -> Sequence[GymVectorGroup]:
-        """The groups of a `SharedVectorEnv` with several: a rollout steps one while the agent acts on another."""
+        """Returns the groups of a `SharedVectorEnv`, if it has several.
+
+        A rollout steps one group while the agent acts on another.
+        """
         return self._groups
 
     def single_envs(self) -> Sequence[SingleEnv]:
@@ -219,18 +222,24 @@ class GymVectorEnv(RowDefaults):
         """Returns a batch of actions as the environment takes it, and as columns."""
         if not self._is_running:
             raise StateError("step: call reset first")
-        if self._gone.size:  # any action will do for those
+        if self._gone.size:  # failed environments may get any action
             action = action.index(torch.from_numpy(self._find_running()[1]))
         return self._actions.read_batch(action, self._n, self._convert)
 
     def _read_step(self, columns: Mapping[str, np.ndarray], result: Any, target: Target | None) -> Step:
-        """Writes the result of a step, and the actions in `columns` that led to it, to rows."""
+        """Writes the result of a step to rows.
+
+        Also the actions in `columns` that led to it.
+        """
         step, infos = self._read_all(columns, result, target), result[4]
         may_leave = self._gone.size or (isinstance(infos, Mapping) and ENV_FAILURE in infos)
         return self._leave_out(step, infos) if may_leave else step
 
     def _leave_out(self, step: Step, infos: Mapping[str, Any]) -> Step:
-        """Leaves out of a step of all E environments those that have failed, now or before."""
+        """Removes environments that have failed, now or before, from a step.
+
+        The step is one of all E environments.
+        """
         failed = np.flatnonzero(infos.get(f"_{ENV_FAILURE}", np.zeros(self._n, bool)))
         (running, place), out = self._find_running(), np.union1d(self._gone, failed)
         self._gone, self._ended = out, np.setdiff1d(self._ended, out)
@@ -245,7 +254,10 @@ class GymVectorEnv(RowDefaults):
         )
 
     def _find_running(self) -> tuple[np.ndarray, np.ndarray]:
-        """The environments that have not failed, int64; and by environment its place among them, any for the others."""
+        """Returns the environments that have not failed, int64, and their places.
+
+        The places are by environment; they are arbitrary for environments that have failed.
+        """
         is_running = ~np.isin(np.arange(self._n), self._gone)
         return np.flatnonzero(is_running), np.maximum(is_running.cumsum() - 1, 0)
 
@@ -298,13 +310,16 @@ class GymVectorEnv(RowDefaults):
             arrays[key][...] = actions[name]
 
     def _mark_initial(self, arrays: Mapping[str, np.ndarray], at: Any) -> None:
-        """Sets reward, flags and last action of some rows to their values after a reset."""
+        """Sets reward, flags and last action of some rows to their initial values."""
         for key in (*OUTCOME, "done", *self._last_actions):
             arrays[key][at] = 0
         arrays["initial_state"][at] = True
 
     def _check_numbers(self, key: str, values: Any) -> np.ndarray:
-        """Returns rewards or flags as an array; raises SpecError unless there is a number for each environment."""
+        """Returns rewards or flags as an array.
+
+        Raises SpecError unless there is a number for each environment.
+        """
         found = as_numpy(values)
         if found.shape != (self._n,) or found.dtype.kind not in "biuf":
             raise SpecError(f"environment: {key} must be {self._n} numbers, got {found.shape} {found.dtype}")
@@ -330,7 +345,10 @@ class GymVectorEnv(RowDefaults):
         return self._fresh.rows.take(rows)
 
     def _take_first(self, rows: Rows, ended: np.ndarray) -> Rows:
-        """Returns the first observations of environments that were reset in the step that wrote these rows."""
+        """Returns first observations of environments reset in the last step.
+
+        That step wrote these rows.
+        """
         first = rows.take(ended)
         self._mark_initial(first.arrays(), slice(None))
         return first
@@ -409,13 +427,16 @@ class GymVectorGroup(GymVectorEnv):
 
 
 def _find_shared(envs: Any) -> SharedVectorEnv | None:
-    """The `SharedVectorEnv` that this is, or that lies in wrappers; None if there is none."""
+    """Returns the `SharedVectorEnv` that this is or wraps; None otherwise."""
     inner = getattr(envs, "unwrapped", envs)
     return inner if isinstance(inner, SharedVectorEnv) else None
 
 
 def _list_groups(envs: Any, mode: AutoresetMode) -> Sequence[np.ndarray]:
-    """Lists the groups of environments that can be stepped separately; empty if there is only one."""
+    """Lists the groups of environments that can be stepped separately.
+
+    Empty if there is only one.
+    """
     # Looks at the object's own attributes: a wrapper forwards those of what it wraps, but changes the step.
     groups: Sequence[np.ndarray] = getattr(envs, "__dict__", {}).get("groups", ()) if hasattr(envs, "recv") else ()
     if len(groups) < 2:
@@ -443,7 +464,7 @@ def _count_envs(envs: Any) -> int:
 
 
 def _find_mode(envs: Any, given: AutoresetMode | str | None) -> AutoresetMode:
-    """The autoreset mode that the environment says or the user gave, which must agree."""
+    """Returns the environment's or the user's autoreset mode; they must agree."""
     own = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     modes = [check_autoreset_mode(getattr(mode, "value", mode)) for mode in (own, given) if mode is not None]
     if len(set(modes)) > 1:

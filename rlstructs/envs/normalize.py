@@ -3,7 +3,7 @@
     worker                                     trainer
     ------                                     -------
     normalises by the shared statistics   <── sends them with every "rollout", "reset" and evaluation
-    gathers statistics of what it sees    ── those since the last rollout ──>  merges them, in worker order
+    gathers statistics of observations    ── those since the last rollout ──>  merges them, in worker order
 
 The shared statistics do not change during a rollout. Nothing is counted twice: a worker forgets what it has gathered
 when it replies. An evaluation uses the shared statistics and gathers nothing.
@@ -125,14 +125,20 @@ class NormalizingEnv(RowDefaults):
         return self._env.take_restarts()
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Steps, and returns rows that stay valid until the next step; `target` is not used."""
+        """Steps, and returns rows that stay valid until the next step.
+
+        `target` is not used.
+        """
         step = self._normalize_step(self._env.step_rows(action))
         if step.kept is not None:
             self._running = self._running[step.kept]
         return step
 
     def take_statistics(self) -> dict[str, Moments]:
-        """Takes what was gathered since the last call, by name, including the statistics of wrapped environments."""
+        """Takes the moments gathered since the last call, by name.
+
+        Includes the statistics of wrapped environments.
+        """
         own = {name: scale.take() for name, scale in (self._scales or {}).items()}
         inner = take_statistics(self._env)
         if twice := own.keys() & inner.keys():
@@ -163,7 +169,7 @@ class NormalizingEnv(RowDefaults):
             self.load_statistics(*self._loaded)
 
     def _make_scales(self, packing: Packing) -> dict[str, Scale]:
-        """Makes the scale of every column that is normalised, by the name of its statistics."""
+        """Makes the scale of every normalised column, by name of its statistics."""
         raise NotImplementedError
 
     def _normalize_first(self, rows: Rows) -> Rows:
@@ -171,7 +177,10 @@ class NormalizingEnv(RowDefaults):
         raise NotImplementedError
 
     def _normalize_restarted(self, rows: Rows, still_running: np.ndarray) -> Rows:
-        """Normalises the first observations of environments that were reset while others were `still_running`."""
+        """Normalises the first observations of environments that were reset.
+
+        `still_running` are the environments that were not.
+        """
         return self._normalize_first(rows)
 
     def _normalize_step(self, step: Step) -> Step:
@@ -288,7 +297,9 @@ class NormalizeObservation(NormalizingEnv):
 
 @set_module("rlstructs")
 class NormalizeReward(NormalizingEnv):
-    """Divides rewards by the standard deviation of the discounted return, by the statistics of all workers.
+    """Divides rewards by the standard deviation of the discounted return.
+
+    The statistics are those of all workers.
 
     The return of each environment is `R = gamma * R + reward`, from 0 at the start of every episode, however the last
     episode ended; every value is counted. The mean is not subtracted. The environment's own reward is kept as
@@ -384,7 +395,10 @@ class NormalizeReward(NormalizingEnv):
 
 
 def _record(rows: Rows) -> np.ndarray:
-    """The record that holds all columns with one number per row, such as reward and flags."""
+    """Returns the record of all columns with one number per row.
+
+    Reward and flags are such columns.
+    """
     return rows.blocks[RECORD].view(rows.packing.record)
 
 

@@ -54,7 +54,10 @@ class ObservationRows:
         return rows
 
     def fill(self, observations: Sequence[Any], environments: Iterable[object] | None = None) -> Rows:
-        """Writes every leaf as `Column.fill` does, and returns the rows; valid until the next call."""
+        """Writes every leaf as `Column.fill` does, and returns the rows.
+
+        They are valid until the next call.
+        """
         n = len(observations)
         for column, record in self._columns:
             rows = column.fill(observations, environments)
@@ -63,7 +66,7 @@ class ObservationRows:
         return self.rows if n == self._n_envs else self.rows.take(slice(n))
 
     def fill_batch(self, batch: Any, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes every leaf of a batch of E observations to the array of its key."""
+        """Writes every leaf of E batched observations to its key's array."""
         for key, leaf in self._leaves.items():
             got = leaf.read(f"environment: observation {key!r}", batch, (self._n_envs, *leaf.shape))
             _copy(arrays[key], got.reshape(self._n_envs, *leaf.row_shape))

@@ -54,9 +54,9 @@ def _tells_absent(env: VecEnv) -> bool:
 def _replaces_step(env: VecEnv, method: str) -> bool:
     """Whether this method may be called in place of `step`.
 
-    The one place that looks at the classes of an environment. To ask for the method is not enough: a wrapper that
-    forwards unknown attributes has it, and so has a subclass or a patched object with a `reset` or `step` of its own.
-    The method would bypass what they do.
+    This is the one place that looks at an environment's classes. Having the method is not enough: a wrapper that
+    forwards unknown attributes has it too, and so has a subclass or patched object with its own `reset` or `step`,
+    which the method would bypass.
     """
     classes = type(env).__mro__
 
@@ -90,7 +90,7 @@ class RowAdapter(RowDefaults):
 
     @property
     def absent_rows(self) -> np.ndarray:
-        """The rows that the environment names, if it names any."""
+        """The absent rows that the environment reports, if any."""
         return self._env.absent_rows if self._tells_absent else NO_ROWS  # type: ignore[attr-defined]
 
     def shared_statistics(self) -> SharedStatistics | None:
@@ -98,7 +98,10 @@ class RowAdapter(RowDefaults):
         return self._env if _keeps_statistics(self._env) else None
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """Asks the environment, which may forward to what it wraps; otherwise returns the environment itself."""
+        """Asks the environment, or returns the environment itself.
+
+        It may forward the call to what it wraps.
+        """
         return self._env.single_envs() if hasattr(self._env, "single_envs") else (SingleEnv(self._env),)
 
     def set_lives(self, rule: LivesRule | None) -> None:
@@ -107,7 +110,7 @@ class RowAdapter(RowDefaults):
 
     @property
     def action_space(self) -> Any:
-        """The environment's; None if it tells none."""
+        """The environment's action space; None if it has none."""
         return getattr(self._env, "action_space", None)
 
     def reset_rows(self, env_info: DictTensor) -> Rows:
@@ -137,13 +140,15 @@ class RowAdapter(RowDefaults):
         if everyone and _same_tensors(following, after):
             self.may_idle = self._may_idle(arrays)
             return Step(stepped, NO_ROWS, None, None, idle)
-        # Nothing says which rows differ: every row that still runs may.
+        # Which rows differ is unknown: every row that still runs may.
         arrays = self._arrays(following, left)
         self.may_idle = self._may_idle(arrays)
         return Step(stepped, kept, Rows.of(self._packing, arrays), None if everyone else kept, idle)
 
     def _may_idle(self, seen: Mapping[str, np.ndarray], reset: np.ndarray = NO_ROWS) -> bool:
-        """Whether an environment may be idle next: one that has ended and was not reset, or that waits.
+        """Whether an environment may be idle next.
+
+        It is if it has ended and was not reset, or if it waits.
 
         Args:
             seen: the observation of the running environments.
@@ -176,7 +181,10 @@ class WritingRowAdapter(RowAdapter):
         self._writer = env
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Writes a step to the target, or to rows that stay valid until the next step."""
+        """Writes a step to the target.
+
+        Without one, to rows that stay valid until the next step.
+        """
         if target is None:
             rows = Rows.zeros(self._packing, self.n_envs())
             target = Target(rows, rows.arrays())
@@ -187,7 +195,10 @@ class WritingRowAdapter(RowAdapter):
         return Step(target.rows, reset, fresh, None, idle)
 
     def _read_reset(self, reset: np.ndarray, fresh: DictTensor) -> tuple[np.ndarray, Rows | None]:
-        """Checks which environments were reset; returns them and their first observations, None if there are none."""
+        """Checks which environments were reset; returns them and their first observations.
+
+        None instead of observations if there are none.
+        """
         reset = np.asarray(reset)
         if reset.ndim != 1 or reset.dtype.kind not in "iu":
             raise SpecError(f"environment: step_into must give which were reset as int64 (R,), got {reset!r}")
@@ -199,7 +210,7 @@ class WritingRowAdapter(RowAdapter):
 
 
 def _idle(after: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Rows of environments that only started an episode."""
+    """Returns the rows of environments that only started an episode."""
     starts = after.get(START)
     if starts is None or starts.dtype != bool or starts.ndim != 1 or not np.count_nonzero(starts):
         return NO_ROWS
@@ -207,7 +218,10 @@ def _idle(after: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _may_start(seen: Mapping[str, np.ndarray], reset: np.ndarray) -> bool:
-    """Whether an environment may only start an episode next: one that has ended and was not reset."""
+    """Whether an environment has ended without a reset.
+
+    In its next step it may only start an episode.
+    """
     if START not in seen:
         return False  # then no step counts as idle
     ends = [seen[key] for key in ENDS if key in seen]

@@ -1,4 +1,7 @@
-"""`RowEnv`: the interface through which rollouts step environments of every class, with rows in numpy arrays."""
+"""`RowEnv`: the interface through which rollouts step environments of every class.
+
+Its rows are in numpy arrays.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Step(NamedTuple):
     """One step of E' running environments; its rows stay valid until the next step.
 
     Attributes:
-        after: E' rows, what happened in each environment, final observations included.
+        after: E' rows, the result of the step in each environment, final observations included.
         reset: int64 (R,), which of the E' environments were reset in the same step.
         fresh: R rows, their first observations, which the agent sees next; None when R is 0.
         kept: int64, which of the E' environments still run; None for all.
@@ -53,7 +56,7 @@ class SharedStatistics(Protocol):
 
 
 class RowEnv(Protocol):
-    """All that a rollout may ask of E environments; `row_env` makes one of a `VecEnv`.
+    """The interface of E environments for rollouts; `row_env` makes one of a `VecEnv`.
 
     `RowDefaults` implements `writes_rows` and all below it, for environments that can do no more than a `VecEnv`.
     """
@@ -86,12 +89,17 @@ class RowEnv(Protocol):
 
     @property
     def may_idle(self) -> bool:
-        """Whether some environment may be idle in the next step, see `Step`; may change with every step."""
+        """Whether some environment may be idle in the next step, see `Step`.
+
+        It may change with every step.
+        """
         ...
 
     @property
     def absent_rows(self) -> np.ndarray:
-        """Which rows of the last observation show nothing, int64, because their environments wait for an episode.
+        """Rows of the last observation that show nothing, int64.
+
+        Their environments wait for an episode.
 
         The last observation is that of `reset_rows` or `revive_rows`, or `after` of a step.
         """
@@ -116,11 +124,14 @@ class RowEnv(Protocol):
 
     @property
     def failed_rows(self) -> np.ndarray:
-        """Which environments have failed, int64, ascending; they are made anew, and do not run until `revive_rows`."""
+        """The environments that have failed, int64, ascending.
+
+        They are made anew, and do not run until `revive_rows`.
+        """
         ...
 
     def set_lives(self, rule: LivesRule | None) -> None:
-        """Has environments that fail made anew by a rule; None to have errors raised.
+        """Sets the rule by which failed environments are replaced; None to raise errors.
 
         Raises:
             SpecError: it cannot tell which of its environments has failed, or cannot make one of them anew.
@@ -128,15 +139,24 @@ class RowEnv(Protocol):
         ...
 
     def take_restarts(self) -> dict[int, int]:
-        """Counts restarts since the last call, by index; environments that had none are left out."""
+        """Returns the number of restarts since the last call, by index.
+
+        Environments that had none are left out.
+        """
         ...
 
     def example(self) -> Rows | None:
-        """First observations like those of `reset_rows`, made without a reset; None if that is impossible."""
+        """Returns first observations like those of `reset_rows`, without a reset.
+
+        None if that is impossible.
+        """
         ...
 
     def row_groups(self) -> Sequence[SplitEnv]:
-        """The groups of environments that can be stepped separately, in order; empty if all are stepped together."""
+        """Returns the groups of environments that can be stepped separately, in order.
+
+        Empty if all are stepped together.
+        """
         ...
 
     def shared_statistics(self) -> SharedStatistics | None:
@@ -144,7 +164,9 @@ class RowEnv(Protocol):
         ...
 
     def single_envs(self) -> Sequence[SingleEnv]:
-        """The environments that an exact state brings back one by one; everything around them is pickled.
+        """Returns the environments that an exact state restores one by one.
+
+        Everything around them is pickled.
 
         Each has the same number of rows, in order.
         """
@@ -152,19 +174,25 @@ class RowEnv(Protocol):
 
 
 class SplitEnv(RowEnv, Protocol):
-    """A group of environments that step while the agent acts on other groups; all of them always run."""
+    """A group of environments that step while the agent acts on other groups.
+
+    All of them always run.
+    """
 
     def send_rows(self, action: DictTensor) -> None:
         """Starts a step of the group, without waiting for it."""
         ...
 
     def recv_rows(self, target: Target | None) -> Step:
-        """Waits for the step, and writes its rows to the target; to rows of the group's own if there is none."""
+        """Waits for the step, and writes its rows to the target.
+
+        Without a target, to rows of the group's own.
+        """
         ...
 
 
 class RowDefaults:
-    """The members of a `RowEnv` that can do no more than a `VecEnv`.
+    """Default members of a `RowEnv` that can do no more than a `VecEnv`.
 
     They are not in the Protocol itself, because users' subclasses of our environments would inherit its metaclass.
     """
@@ -211,7 +239,7 @@ class RowDefaults:
 
 
 def refuse_lives(env: Any) -> None:
-    """Raises SpecError, because environments of this object cannot be made anew one by one."""
+    """Raises SpecError: environments of this object cannot be replaced one by one."""
     raise SpecError(
         f'on_env_failure="restart": a {type(env).__name__} does not tell which of its environments has failed; needed '
         "is a GymEnv, a GymEnvInf or a GymVectorEnv of a SharedVectorEnv, maybe in NormalizeObservation or "
@@ -239,7 +267,10 @@ def step_pairs(step: Step, running: torch.Tensor) -> tuple[Pair, Pair]:
 
 
 def take_statistics(env: RowEnv) -> dict[str, Moments]:
-    """Takes the statistics that environments gathered since the last call; empty if they keep none."""
+    """Takes the statistics gathered by environments since the last call.
+
+    Empty if they keep none.
+    """
     kept = env.shared_statistics()
     return {} if kept is None else kept.take_statistics()
 
@@ -252,7 +283,10 @@ def load_statistics(env: RowEnv, statistics: Mapping[str, Moments], frozen: bool
 
 
 def check_running(running: np.ndarray | None) -> np.ndarray:
-    """Returns the environments that run, None before a reset; raises StateError if there are none."""
+    """Returns the environments that run; raises StateError if there are none.
+
+    `running` is None before a reset.
+    """
     if running is None:
         raise StateError("step: call reset first")
     if not running.size:

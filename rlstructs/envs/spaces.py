@@ -27,7 +27,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class SpaceLeaf:
-    """One space that is no Dict or Tuple, and its place in the outermost space.
+    """A space other than a Dict or Tuple, and its place in the whole.
 
     Attributes:
         path: keys and indexes that lead from a sample of the outermost space to the value of this one.
@@ -76,7 +76,7 @@ def flatten_space(space: gymnasium.Space[Any], path: Path = ()) -> Iterator[Spac
 
 
 def nest(space: gymnasium.Space[Any], values: Iterator[Any]) -> Any:
-    """Puts a value for each leaf of a space, in order, into dicts and tuples.
+    """Puts one value per leaf, in order, into dicts and tuples.
 
     Example:
         >>> space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Text(3), spaces.MultiBinary(2)])})
@@ -91,7 +91,9 @@ def nest(space: gymnasium.Space[Any], values: Iterator[Any]) -> Any:
 
 
 def nest_rows(space: gymnasium.Space[Any], columns: Iterator[Iterable[Any]], n: int) -> list[Any]:
-    """Builds n values of a space from a column of n values for each leaf, in order.
+    """Builds n values of a space from one column per leaf.
+
+    A column has n values; columns come in the order of the leaves.
 
     Example:
         >>> space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Text(3), spaces.MultiBinary(2)])})
@@ -139,7 +141,10 @@ def _copy_nested(space: Any, sample: Any) -> Any:
 
 
 def are_equal(space: Any, other: Any) -> bool:
-    """Whether two spaces are equal; faster than `==`, which takes 30 microseconds for each Box."""
+    """Whether two spaces are equal.
+
+    Faster than `==`, which takes 30 microseconds for each Box.
+    """
     if space is other:
         return True
     kind = type(space)
@@ -175,7 +180,10 @@ class Leaf(SpaceLeaf):
 
     @property
     def name(self) -> str:
-        """The key in an observation: `frame` when the space itself is the leaf. (An entry may be called "".)"""
+        """The key in an observation: `frame` when the space itself is the leaf.
+
+        (An entry may be called "".)
+        """
         return self.key if self.path else "frame"
 
     @property
@@ -234,7 +242,10 @@ def _column_leaf(leaf: SpaceLeaf, what: str, keep_float64: bool) -> Leaf:
 
 
 def space_of_array(array: np.ndarray) -> gymnasium.Space[Any] | None:
-    """The space of all arrays of this dtype and shape; None if they are no real numbers."""
+    """Returns the space of all arrays of this dtype and shape.
+
+    None if they are not real numbers.
+    """
     if array.dtype.kind == "b":
         return spaces.MultiBinary(array.shape)
     if array.dtype.kind not in "iuf":
@@ -244,7 +255,10 @@ def space_of_array(array: np.ndarray) -> gymnasium.Space[Any] | None:
 
 
 def example_value(leaf: Leaf) -> np.ndarray:
-    """A legal value of a leaf: 1 between bounds of 0 and 1, so that a mask allows all actions; else nearest to zero."""
+    """Returns a legal value of a leaf, the nearest to zero.
+
+    But 1 between bounds of 0 and 1, so that a mask allows all actions.
+    """
     space = leaf.space
     if isinstance(space, spaces.MultiBinary):
         return np.ones(leaf.shape, leaf.dtype)
@@ -277,7 +291,10 @@ class BatchWriter:
         self._casting: Any = "same_kind" if rows.dtype.kind == "f" else "safe"
 
     def try_write(self, values: Sequence[Any]) -> bool:
-        """Writes the values to the first rows; returns False if one has another shape, type or a wider dtype."""
+        """Writes the values to the first rows; returns whether they fit.
+
+        They do not fit if one has another shape, type or a wider dtype.
+        """
         n, is_full = len(values), len(values) == self._n
         chain = self._chain if is_full else self._chain[: n * self._length]
         try:
@@ -313,7 +330,7 @@ class Column:
         return Column(self.leaf, len(array), array)
 
     def fill(self, observations: Sequence[Any], environments: Iterable[object] | None = None) -> np.ndarray:
-        """Writes the leaf of each observation, and returns the rows; valid until the next call.
+        """Writes the leaf of each observation; returns rows valid until the next call.
 
         Args:
             observations: at most N.

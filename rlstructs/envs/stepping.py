@@ -24,9 +24,9 @@ OLD_STEP = 4
 OLD = "gym's old interface: wrap it, for example with shimmy's GymV21CompatibilityV0"
 # Begins the note that names an environment.
 ORIGIN = "raised by "
-# Of an exception: the step in which an environment has raised it.
+# The attribute of an exception with the step in which an environment raised it.
 STEP_ATTRIBUTE = "rlstructs_step"
-#: Stands for the result of a step that has not returned yet.
+#: Replaces the result of a step that has not returned yet.
 NO_RESULT = object()
 
 
@@ -36,7 +36,7 @@ BLOCK, MOST_ACTIONS = 1000, 1_000_000
 
 
 def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> None:
-    """Adds a note that names the environment to the error that it raised, unless there is such a note.
+    """Adds a note with the environment's name to its error, if it has none.
 
     Args:
         error: what was raised.
@@ -51,7 +51,9 @@ def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> N
 
 
 def explain_step_error(error: Exception, result: Any, env: Any, k: int, step: str) -> None:
-    """Names the environment and the step in an error of it; raises a clearer one if it returned something wrong.
+    """Names the environment and the step in an error.
+
+    Raises a clearer error if the environment returned something wrong.
 
     Args:
         error: what was raised.
@@ -70,7 +72,10 @@ def explain_step_error(error: Exception, result: Any, env: Any, k: int, step: st
 
 
 def add_step(error: Exception, step: str) -> None:
-    """Adds to an error in which step it was raised, for the log; it stays in a copy in another process."""
+    """Adds the step in which it was raised to an error, for the log.
+
+    A copy in another process has it too.
+    """
     with contextlib.suppress(Exception):  # a class with slots, or one that refuses attributes
         setattr(error, STEP_ATTRIBUTE, step)
 
@@ -81,7 +86,9 @@ def find_step(error: BaseException) -> str:
 
 
 def read_reset(result: Any, env: Any, k: int | None = None) -> tuple[Any, Any]:
-    """Returns the observation and info that `reset` of environment k, or of a vector environment, returned.
+    """Returns the observation and info of a `reset`, after checking them.
+
+    Of environment k, or of a vector environment.
 
     Raises:
         SpecError: it returned something else.
@@ -93,7 +100,10 @@ def read_reset(result: Any, env: Any, k: int | None = None) -> tuple[Any, Any]:
 
 
 def check_step(result: Any, env: Any, k: int | None = None) -> None:
-    """Raises SpecError if `step` returned something wrong; of a vector environment only the count is checked."""
+    """Raises SpecError if `step` returned something wrong.
+
+    Of a vector environment only the number of values is checked.
+    """
     if not isinstance(result, (tuple, list)) or len(result) != len(STEP):
         is_old = isinstance(result, (tuple, list)) and len(result) == OLD_STEP
         hint = f"; (observation, reward, done, info) is {OLD}" if is_old else ""
@@ -106,7 +116,7 @@ def check_step(result: Any, env: Any, k: int | None = None) -> None:
 
 
 def reward_array(rewards: list[Any], running: Iterable[object]) -> np.ndarray:
-    """The rewards of these environments as an array.
+    """Returns the rewards of these environments as an array.
 
     Raises:
         SpecError: one is no number; the message names the environment.
@@ -131,7 +141,7 @@ def _try_array(values: Any) -> np.ndarray:
 
 
 def find_env_name(env: Any) -> str:
-    """The id under which an environment is registered, its name in PettingZoo, or the name of its class."""
+    """Returns an environment's registered id, PettingZoo name, or class name."""
     spec = getattr(env, "spec", None)
     found = getattr(spec, "id", None) or getattr(getattr(spec, "config", None), "task_id", None)
     metadata = getattr(env, "metadata", None)
@@ -200,7 +210,10 @@ class Actions:
 
 
 def _pack(actions: list[Any]) -> Iterable[Any]:
-    """Packs actions of one type into an array of which each element is equal to one; others stay a list."""
+    """Packs actions of one type into an array; others stay a list.
+
+    Each element of the array is equal to an action.
+    """
     first = actions[0]
     if any(type(each) is not type(first) for each in actions):
         return actions
@@ -219,7 +232,7 @@ def _pack(actions: list[Any]) -> Iterable[Any]:
 
 @dataclass
 class Episode:
-    """A running episode, from which a new environment can be brought to the same state.
+    """A running episode, from which another environment can reach the same state.
 
     Attributes:
         number: how many episodes came before it.
@@ -236,12 +249,18 @@ class Episode:
 
     @classmethod
     def after(cls, earlier: Episode | None, seed: int, options: dict[str, Any] | None) -> Episode:
-        """The episode that follows, with the next seed of the environment's stream; `seed` is that of the stream."""
+        """Returns the next episode, with the next seed of the stream.
+
+        `seed` is the stream's own.
+        """
         number = 0 if earlier is None else earlier.number + 1
         return cls(number, episode_seed(seed, number), options)
 
     def replay(self, env: Any) -> tuple[Any, Any]:
-        """Plays the episode in an environment; returns the last observation, and the reward of its step."""
+        """Plays the episode in an environment.
+
+        Returns the last observation, and the reward of its step.
+        """
         arguments = {} if self.options is None else {"options": copy.deepcopy(self.options)}
         shown, reward = env.reset(seed=self.seed, **arguments)[0], None
         for action in self.actions:

@@ -1,4 +1,4 @@
-"""The protocol of a vectorised environment; and `DeviceEnv`, which moves what one gives to another device."""
+"""The protocol of a vectorised environment, and `DeviceEnv`, which changes its device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class VecEnv(Protocol):
     the same at every call; tensors that were returned are not written to again.
     `rlstructs.testing.check_env` checks all of this.
 
-    An environment that cannot begin an episode with each reset, such as an agent that comes later, waits: it runs, what
-    it shows has `initial_state` True and otherwise zeros, its actions have no effect, and its steps until an episode
-    begins are no transitions. The class then has one more property, `absent_rows`: which rows of the last observation
-    (of `reset`, or of the first pair of `step`) show environments that wait, int64 (K,), ascending.
+    Some environments cannot begin an episode with each reset, for example an agent that joins later. Such an
+    environment waits: it runs, its observation has `initial_state` True and zeros otherwise, its actions have no
+    effect, and its steps until an episode begins are not transitions. The class then has one more property,
+    `absent_rows`: the rows of the last observation (of `reset`, or of the first pair of `step`) that belong to waiting
+    environments, int64 (K,), ascending.
 
     An environment whose statistics all workers share, such as `NormalizeObservation`, has two more methods:
-    `take_statistics() -> dict[str, Moments]` returns what it has gathered since the last call, and
+    `take_statistics() -> dict[str, Moments]` returns the moments gathered since the last call, and
     `load_statistics(statistics, frozen)` gives it the statistics of all workers. Names and row shapes are the same
     at every call, from the first `reset` on.
 
@@ -108,7 +109,7 @@ class VecEnv(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the environments hold."""
+        """Frees the resources of the environments."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""Adapters: how objects that pickle cannot save, such as simulators written in C, are saved within a pickle."""
+"""Adapters: save objects that pickle cannot save, within a pickle.
+
+Simulators written in C, for example.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ class Adapter(NamedTuple):
     """Saves objects of one class.
 
     Attributes:
-        save: returns what describes an object, and can be pickled.
-        load: makes an object in the same state of what `save` returned.
+        save: returns a picklable description of an object.
+        load: makes an object in the same state from such a description.
     """
 
     save: Callable[[Any], Any]
@@ -37,7 +40,9 @@ _READY = {
 
 
 def register(kind: type | str, save: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
-    """Says how objects of a class, and of classes derived from it, are saved in an exact state of a batcher.
+    """Registers functions that save and load objects of a class in exact states.
+
+    They also serve for classes derived from it.
 
     For simulators whose objects pickle cannot save. An environment that holds such an object, at any depth and below
     any wrappers, is then pickled with it. Call it in the workers: in the module that defines the environment, or in
@@ -45,7 +50,7 @@ def register(kind: type | str, save: Callable[[Any], Any], load: Callable[[Any],
 
     Args:
         kind: the class, or its full name, such as "simulator.core.World".
-        save: `save(thing)` returns what describes the object; it can be pickled.
+        save: `save(thing)` returns a picklable description of the object.
         load: `load(saved)` makes an object in the same state; a function of a module, or one that can be pickled.
 
     Raises:
@@ -65,7 +70,10 @@ def register(kind: type | str, save: Callable[[Any], Any], load: Callable[[Any],
 
 
 def find_adapter(kind: type) -> Adapter | None:
-    """The adapter of a class, or of the nearest class that it is derived from; None if there is none."""
+    """Returns the adapter of a class, or of its nearest base class.
+
+    None if there is none.
+    """
     for cls in kind.__mro__:
         name = _full_name(cls)
         if name in _adapters:

@@ -1,7 +1,7 @@
 """Saves environments of ALE: the constructor's arguments, the emulator's state, and all other attributes.
 
-With sticky actions the emulator also remembers its last action, which is not in the state that it gives. As long as it
-draws that it repeats, the next frames depend on it. `find_last_action` tries them: it plays some frames and compares.
+With sticky actions the emulator also remembers its last action, which its saved state lacks. As long as it happens to
+repeat that action, the next frames depend on it. `find_last_action` tries all actions, plays some frames and compares.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from typing import Any
 
 from rlstructs.exact.adapters import Adapter
 
-# How likely it may be that a search for the last action is not long enough.
+# The accepted probability that a search for the last action plays too few frames.
 RISK = 1e-15
 
 
 def save(env: Any) -> tuple[Any, ...]:
-    """Describes an `AtariEnv`, with the random stream of its emulator, which is left as it was."""
+    """Describes an `AtariEnv`, with the random stream of its emulator.
+
+    The environment is not changed.
+    """
     others = {name: value for name, value in vars(env).items() if name != "ale"}
     state = env.ale.cloneState(include_rng=True)
     last = find_last_action(env, state)
@@ -38,7 +41,9 @@ def load(saved: tuple[Any, ...]) -> Any:
 
 
 def find_last_action(env: Any, state: Any) -> int | None:
-    """An action that has the same effect as the last one; None where the last one has none.
+    """Returns an action with the same effect as the last one, or None.
+
+    None where the last action has no effect.
 
     Args:
         env: the environment; afterwards it behaves as before.
@@ -66,7 +71,7 @@ def find_last_action(env: Any, state: Any) -> int | None:
 def set_last_action(ale: Any, state: Any, action: int) -> None:
     """Brings an emulator to a state with this last action."""
     ale.restoreState(state)
-    plain = ale.cloneState()  # without the random stream, so that some frames repeat nothing
+    plain = ale.cloneState()  # without the random stream, so that some frames repeat no action
     for _ in range(_count_frames(ale.getFloat("repeat_action_probability"))):
         ale.restoreState(plain)
         ale.act(action)
@@ -74,7 +79,10 @@ def set_last_action(ale: Any, state: Any, action: int) -> None:
 
 
 def _play(ale: Any, chance: float) -> list[bytes]:
-    """Plays frames, until the last action before them has no effect any more; returns the state after each."""
+    """Plays frames until the last action has no more effect.
+
+    Returns the state after each frame.
+    """
     states = []
     for _ in range(_count_frames(chance)):
         ale.act(0)
@@ -83,7 +91,10 @@ def _play(ale: Any, chance: float) -> list[bytes]:
 
 
 def _count_frames(chance: float) -> int:
-    """Returns a number of frames among which, almost surely, one does not repeat the last action."""
+    """Returns a number of frames that ends the last action's effect almost surely.
+
+    Among so many frames, one does not repeat it.
+    """
     return math.ceil(math.log(RISK) / math.log(chance))
 
 

@@ -23,8 +23,8 @@ class EnvState(NamedTuple):
     """The state of vectorised environments.
 
     Attributes:
-        methods: how each single environment is brought back: "get_state", "pickle" or "replay".
-        pickled: what brings them back.
+        methods: the method that restores each single environment: "get_state", "pickle" or "replay".
+        pickled: the pickle that restores them.
     """
 
     methods: list[str]
@@ -32,7 +32,7 @@ class EnvState(NamedTuple):
 
 
 def take_state(env: VecEnv, make_env: Callable[[], VecEnv]) -> EnvState:
-    """Takes the state of environments, all of which run; they stay as they are.
+    """Takes the state of environments, without changing them; all of them must run.
 
     Args:
         env: the environments, such as a `GymEnvInf`.
@@ -79,7 +79,7 @@ def choose_methods(env: RowEnv, trial: Trial) -> list[str]:
     """Chooses for each single environment the first method that brings it back.
 
     Raises:
-        SpecError: no method does for one of them; the message says why.
+        SpecError: no method restores one of them; the message says why.
     """
     singles = env.single_envs()
     left = [list_methods(single) for single in singles]

@@ -44,7 +44,7 @@ class JobState(NamedTuple):
         names: of each single environment: its id in gymnasium's registry, or its class.
         methods: how each is brought back; see `rlstructs.exact.methods`.
         pickled: a `Content`.
-        why: why new episodes begin, where they do.
+        why: the reason why new episodes begin, if they do.
     """
 
     names: list[str]
@@ -69,14 +69,14 @@ class JobState(NamedTuple):
         except (SpecError, CopyError):
             if not was_known:
                 raise
-            job.methods = None  # what an environment holds now cannot be pickled any more
+            job.methods = None  # an environment now holds something that cannot be pickled
             return _take(job, best, streams)
         finally:
             restore_streams(streams)
 
     @staticmethod
     def load(job: RolloutJob, state: JobState, seed: int) -> None:
-        """Brings a job to a state; what it had before is closed.
+        """Brings a job to a state; closes its earlier environments and agent.
 
         Args:
             job: the job, with its slots, which calls this by its `apply`.
@@ -94,7 +94,7 @@ class JobState(NamedTuple):
 
     @property
     def last_update(self) -> Parcel | None:
-        """None: the trainer keeps the last update itself."""
+        """None: the trainer itself keeps the last update."""
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _take(job: RolloutJob, best: bool, streams: tuple[Any, ...]) -> JobState:
 
 
 def _choose_methods(job: RolloutJob, best: bool) -> tuple[list[str], str]:
-    """Chooses how each environment is brought back, once for the same environments.
+    """Chooses the method that restores each environment, once for the same environments.
 
     Returns:
         The methods, empty before a reset; and why new episodes begin, if they do.
@@ -155,7 +155,10 @@ def _get_action(job: RolloutJob) -> DictTensor | None:
 
 
 def _find_agent_state(agent: Any) -> Any:
-    """Replaces an agent for pickling: (AGENT, state) if it has `get_state` and `set_state`, otherwise itself."""
+    """Replaces an agent with `get_state` and `set_state` by (AGENT, state).
+
+    Returns any other agent itself.
+    """
     own = all(callable(getattr(agent, name, None)) for name in ("get_state", "set_state"))
     return (AGENT, agent.get_state()) if own else agent
 

@@ -3,7 +3,7 @@
 get_state       its own `get_state()` and `set_state(state)`, below its wrappers
 pickle          pickled, simulators by their adapters
 replay          the running episode is played again in a new environment
-new episode     not at all: a new episode begins
+new episode     it is not restored: a new episode begins
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ N_BEFORE = 5
 
 
 class CopyError(RLError):
-    """A copy of an environment could not be made, or is not like it.
+    """A copy of an environment could not be made, or differs from it.
 
     Attributes:
         reasons: by the index of the environment.
@@ -41,7 +41,7 @@ class CopyError(RLError):
 
 
 def list_methods(single: SingleEnv) -> list[str]:
-    """The methods that may bring an environment back, the best one first."""
+    """Lists the methods that may restore an environment, the best one first."""
     inner = find_inner(single.env)
     own = all(callable(getattr(inner, name, None)) for name in ("get_state", "set_state"))
     return [GET_STATE] * own + [PICKLE] + [REPLAY] * (single.episode is not None)
@@ -54,13 +54,15 @@ def find_inner(env: Any) -> Any:
 
 
 def name_env(env: Any) -> str:
-    """The id of an environment in gymnasium's registry, or the name of its class."""
+    """Returns the id of an environment in gymnasium's registry, or its class's name."""
     spec = getattr(env, "spec", None)
     return str(getattr(spec, "id", None) or type(find_inner(env)).__name__)
 
 
 def make_tokens(singles: Sequence[SingleEnv], methods: Sequence[str]) -> dict[int, Any]:
-    """Makes the tokens that replace unpicklable environments, by the `id` of the object; see `NewEnvs.resolve`.
+    """Makes the tokens that replace unpicklable environments, by the object's `id`.
+
+    See `NewEnvs.resolve`.
 
     Raises:
         CopyError: `get_state` raised, or an episode is too long to be played again.
@@ -90,7 +92,7 @@ def explain(k: int) -> Iterator[None]:
 
 
 class NewEnvs:
-    """New environments, which are brought to the state of others where these cannot be pickled.
+    """New environments that take the states of unpicklable ones.
 
     Args:
         make: makes them, all of a worker; called when the first one is needed.
@@ -106,7 +108,7 @@ class NewEnvs:
         """Returns an environment in the state of a token of `make_tokens`.
 
         Raises:
-            CopyError: it cannot be brought there.
+            CopyError: it cannot be brought to that state.
         """
         method, k, state = token
         if k not in self._brought:
@@ -150,7 +152,7 @@ class NewEnvs:
 
 
 def check_replay(k: int, episode: Episode, shown: tuple[Any, Any]) -> None:
-    """Raises CopyError unless a replay has shown what the episode showed last."""
+    """Raises CopyError unless a replay ends with the episode's last observation and reward."""
     if episode.last is not None and (path := find_difference(list(episode.last), list(shown))):
         raise CopyError({k: f"after {len(episode.actions)} steps it shows something else ({path})"})
 
@@ -162,9 +164,11 @@ MISSING = object()
 
 
 def find_difference(own: Any, copy: Any) -> str | None:
-    """Names the first difference of a copy in a number, text, array or random stream; None if there is none.
+    """Names the first difference between an object and its copy, or None.
 
-    Functions, classes, objects that adapters save, and what neither has attributes nor entries, are not compared.
+    It compares numbers, texts, arrays and random streams.
+
+    Skips functions, classes, objects that adapters save, and objects without attributes and entries.
     """
     seen: dict[int, Any] = {}  # holds the objects, so that no other one gets their id
     queue: deque[tuple[str, Any, Any]] = deque([("", own, copy)])
@@ -182,7 +186,10 @@ def find_difference(own: Any, copy: Any) -> str | None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two numbers, texts or arrays have the same type and the same bits, any NaN being equal to any other."""
+    """Whether two numbers, texts or arrays have the same type and bits.
+
+    NaNs are equal to each other.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -1,4 +1,7 @@
-"""Saves models and data of MuJoCo in full, derived quantities included, as rewards are computed from these."""
+"""Saves models and data of MuJoCo in full.
+
+Derived quantities too, as rewards are computed from them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def load_model(saved: bytes) -> Any:
 
 
 def save_data(data: Any) -> tuple[Any, int, bytes]:
-    """Describes an `MjData`: its model, and what its own pickle holds besides the model, and where that stands."""
+    """Describes an `MjData`: its model, the rest of its pickle, and the model's place.
+
+    Place: the offset of the model's bytes in the pickle, or -1.
+    """
     whole, model = data.__getstate__(), data.model.__getstate__()
     at = whole.find(model)
     if at < 0:

@@ -47,7 +47,9 @@ class Pickled(NamedTuple):
 
 
 def dumps(thing: Any, tokens: Mapping[int, Any] | None = None) -> Pickled:
-    """Pickles an object by value, as cloudpickle does; tensors that share memory still do when they are unpickled.
+    """Pickles an object by value, as cloudpickle does.
+
+    Tensors that share memory still do when they are unpickled.
 
     Args:
         thing: the object.
@@ -64,7 +66,9 @@ def dumps(thing: Any, tokens: Mapping[int, Any] | None = None) -> Pickled:
 
 
 def loads(pickled: Pickled, resolve: Callable[[Any], Any] | None = None) -> Any:
-    """Makes a new object of what `dumps` returned. Runs code of whoever made the pickle.
+    """Makes a new object from a pickle of `dumps`.
+
+    Runs code of whoever made the pickle.
 
     Args:
         pickled: the pickle.

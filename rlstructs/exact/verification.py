@@ -1,4 +1,7 @@
-"""Verifies that copies of environments are like these: two copies are made, and stepped with the same actions."""
+"""Verifies that copies of environments behave like the originals.
+
+Two copies are made, and stepped with the same actions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from rlstructs.exact.pickler import Pickled, dumps, loads
 from rlstructs.seeding import PrivateStreams
 from rlstructs.structures.dict_tensor import DictTensor
 
-# How many steps copies are compared for.
+# The number of steps for which copies are compared.
 N_STEPS = 8
 
 
@@ -38,16 +41,18 @@ class Trial(NamedTuple):
 
 
 def verify(env: RowEnv, methods: Sequence[str], trial: Trial) -> None:
-    """Verifies that these methods bring the environments back; leaves them, and the global streams, as they are.
+    """Verifies that these methods restore the environments.
+
+    The environments and the global streams stay as they are.
 
     Args:
         env: the environments.
         methods: the method of each of `env.single_envs()`.
-        trial: how to test them.
+        trial: the inputs of the test.
 
     Raises:
         CopyError: some are not brought back; it says which.
-        SpecError: what is around them cannot be pickled.
+        SpecError: the object around them cannot be pickled.
     """
     singles = env.single_envs()
     new = NewEnvs(trial.make_env), NewEnvs(trial.make_env, is_dirty=True)
@@ -105,7 +110,7 @@ def _compare_attributes(singles: Sequence[SingleEnv], copies: Sequence[SingleEnv
 
 
 def _compare_steps(copies: Sequence[RowEnv], actions: Actions, running: np.ndarray, n_singles: int) -> None:
-    """Steps two copies with the same actions and the same global streams, and compares what they show."""
+    """Steps two copies with the same actions and streams, and compares them."""
     n_rows = copies[0].n_envs() // n_singles
     streams = [PrivateStreams() for _ in copies]
     for _ in range(N_STEPS if actions else 0):
@@ -131,7 +136,7 @@ def _compare_steps(copies: Sequence[RowEnv], actions: Actions, running: np.ndarr
 
 
 def _read(step: Step) -> dict[str, Any]:
-    """All that a step shows, copied."""
+    """Copies all results of a step."""
     after = {key: array.copy() for key, array in step.after.arrays().items()}
     fresh = {} if step.fresh is None else {key: array.copy() for key, array in step.fresh.arrays().items()}
     return {
@@ -145,7 +150,10 @@ def _read(step: Step) -> dict[str, Any]:
 
 
 def _find_rows(one: Any, other: Any, owners: np.ndarray) -> set[int]:
-    """The environments whose rows differ after a step; all of them if that is not known."""
+    """Returns the environments whose rows differ after a step.
+
+    All of them if that is not known.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         found = {
             int(owner)

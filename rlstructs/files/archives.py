@@ -1,8 +1,8 @@
-"""Reads and writes the two formats that are zip archives, `.npz` and `.pt`; `hdf5.py` has HDF5.
+"""Reads and writes `.npz` and `.pt` files, which are zip archives.
 
-A file is written from arrays and one text, the header. It is read without executing anything from it: a reader finds
-where the bytes of each array lie, and copies them into memory that the caller has allocated. Compressed archives are
-refused, because they can unpack to far more than their own size. Each member has a checksum.
+HDF5 is in `hdf5.py`. A file is written from arrays and one text, the header. It is read without executing anything from
+it: a reader finds where the bytes of each array lie, and copies them into memory that the caller has allocated.
+Compressed archives are refused, because they can unpack to far more than their own size. Each member has a checksum.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader(Protocol):
     text: str
 
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype and shape of an array in the file.
+        """Returns the dtype and shape of an array in the file.
 
         Raises:
             KeyError, ValueError: there is no such array, or it does not hold plain numbers.
@@ -65,7 +65,7 @@ class Reader(Protocol):
         """Raises ValueError if a checksum in the file is wrong."""
 
     def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
-        """Reads numbers of an array in the file, from the number `first` on in C order.
+        """Reads numbers of an array, in C order, from number `first` on.
 
         Args:
             name: of the array in the file.
@@ -87,10 +87,13 @@ class Archive(Reader, Protocol):
     """An open `.npz` or `.pt` file."""
 
     def names(self) -> list[str]:
-        """The names of all arrays, in the order of the file."""
+        """Returns the names of all arrays, in the order of the file."""
 
     def checksum_of(self, name: str) -> int:
-        """The checksum of an array, as its file says; raises KeyError if there is no such array."""
+        """Returns the checksum of an array, as the file states it.
+
+        Raises KeyError if there is no such array.
+        """
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class _Archive:
             raise ValueError(f"{entry.name}: its checksum is wrong")
 
     def _read_header(self) -> str:
-        """The text of the header; "" if there is none."""
+        """Reads the text of the header; "" if there is none."""
         if HEADER not in self._members:
             return ""
         dtype, shape = self.spec_of(HEADER)
@@ -176,7 +179,7 @@ def read_slots(reader: Reader, name: str, array: np.ndarray, start: int) -> None
 
 
 def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
-    """The CRC-32 of some bytes of a file.
+    """Computes the CRC-32 of some bytes of a file.
 
     Raises:
         ValueError: the file ends before them.
@@ -188,14 +191,20 @@ def checksum(file: BinaryIO, offset: int, nbytes: int) -> int:
 
 
 def check_bools(file: BinaryIO, name: str, offset: int, nbytes: int) -> None:
-    """Raises ValueError unless all bytes are 0 or 1, because numpy computes wrongly with other bools."""
+    """Raises ValueError unless all bytes are 0 or 1.
+
+    numpy computes wrongly with other bools.
+    """
     for chunk in _read_chunks(file, offset, nbytes):
         if int(np.frombuffer(chunk, np.uint8).max()) > 1:
             raise ValueError(f"{name}: it holds bools that are neither true nor false")
 
 
 def _read_chunks(file: BinaryIO, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Yields bytes of a file in chunks; each chunk overwrites the memory of the last one."""
+    """Yields bytes of a file in chunks.
+
+    Each chunk overwrites the memory of the last one.
+    """
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     file.seek(offset)
     while nbytes:
@@ -261,7 +270,9 @@ USUAL_NPY = 128
 
 
 def read_npy_header(file: BinaryIO, entry: Entry, front: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Reads the header of an array: dtype, shape, and the number of bytes in front of its numbers.
+    """Reads the header of an array in numpy's format.
+
+    Returns the dtype, the shape, and the number of bytes in front of the array's numbers.
 
     Args:
         file: the archive.
@@ -303,9 +314,10 @@ def _open_pt(path: Path) -> Iterator[Archive]:
 
 
 class NewFile:
-    """A new file that hides failed writes from the library that writes it; `close` raises the first error.
+    """A new file that reports write errors only when it is closed.
 
-    libhdf5 2.0 handles a failed write badly: it keeps the file open and crashes the process at its exit.
+    `close` raises the first error. libhdf5 2.0 handles a failed write badly: it keeps the file open and crashes the
+    process at its exit.
 
     Attributes:
         error: the error of the first write that failed; None if there was none.
@@ -371,7 +383,9 @@ def _write_npy(member: Writable, array: Any) -> None:
 
 
 def file_checksum(path: Path) -> int:
-    """The checksum of a file; of an `.npz` file, one of what its directory says, which takes no reading of its arrays.
+    """Returns the checksum of a file.
+
+    For an `.npz` file it is computed from the directory alone, without reading the arrays.
 
     Raises:
         FileNotFoundError, FileError, OSError: see `open_file`.
@@ -385,14 +399,20 @@ def file_checksum(path: Path) -> int:
 
 
 def npz_checksum(array: Any) -> int:
-    """The checksum that an `.npz` file would have of an array; see `Archive.checksum_of`."""
+    """Returns the checksum that an array would have in an `.npz` file.
+
+    See `Archive.checksum_of`.
+    """
     member = Checked()
     _write_npy(member, array)
     return member.checksum
 
 
 class Checked:
-    """Sums up what is written, and passes it on to a file if there is one."""
+    """A writer that computes the checksum of what is written.
+
+    It passes the bytes on to a file, if there is one.
+    """
 
     def __init__(self, file: Writable | None = None) -> None:
         self.checksum, self._file = 0, file

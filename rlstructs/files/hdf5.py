@@ -1,8 +1,8 @@
 """Reads and writes `.h5` files; needs the extra `hdf5`.
 
-Checksums cover the whole file: HDF5 itself keeps those of its tables, in the format of its version 1.10, and of
-compressed chunks; arrays that lie in one piece have one as an attribute. Compressed files are read only if the caller
-allows it, and only if no array claims more bytes than its compressed ones can hold. `hdf5_objects` finds the arrays.
+Checksums cover the whole file. HDF5 keeps those of its own tables, in the format of its version 1.10, and of compressed
+chunks; an array in one piece has its checksum as an attribute. Compressed files are read only if the caller allows it,
+and only if no array claims more bytes than its compressed ones can hold.
 
 Finds datasets in HDF5 files that may have been made to do harm.
 
@@ -38,7 +38,7 @@ PACKED = ([GZIP, FLETCHER32], [LZF, FLETCHER32], [GZIP], [LZF])
 # The attribute of an array that holds its checksum.
 CHECKSUM = "crc32"
 # Bytes of a chunk of a 1 MB array; their growth for an array ten times as large; the least and the most. MARGIN: how
-# many times larger a chunk may be that is read. It is limited because libhdf5 unpacks whole chunks.
+# many times as large the chunks of a file may be. They are limited because libhdf5 unpacks whole chunks.
 CHUNK, GROWTH, LEAST, MOST, MARGIN = 1 << 14, 2.0, 1 << 13, 1 << 20, 1.5
 # Bytes by which compression and the checksum may lengthen a small chunk.
 LONGER = 64
@@ -80,7 +80,10 @@ def write_h5(
 
 
 def _write_plain(file: Any, new: NewFile, name: str, values: np.ndarray) -> None:
-    """Writes an array in one piece, and its checksum; its bytes do not pass through libhdf5, which takes longer."""
+    """Writes an array in one piece, and its checksum.
+
+    The bytes bypass libhdf5, which would take longer.
+    """
     from h5py import h5d, h5p
 
     plist = h5p.create(h5p.DATASET_CREATE)
@@ -98,12 +101,15 @@ def _write_plain(file: Any, new: NewFile, name: str, values: np.ndarray) -> None
 
 
 def chunk_nbytes(nbytes: int) -> float:
-    """The approximate bytes of a chunk for an array of `nbytes`; PyTables and h5py choose alike."""
+    """Returns the approximate size of a chunk, in bytes, for an array of `nbytes`.
+
+    PyTables and h5py choose similar sizes.
+    """
     return float(min(max(CHUNK * GROWTH ** math.log10(nbytes / MOST), LEAST), MOST))
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The shape of the chunks for a non-empty array."""
+    """Returns the shape of the chunks for a non-empty array."""
     chunk, wanted = list(shape), chunk_nbytes(math.prod(shape) * itemsize)
     for axis in itertools.cycle(range(len(shape))):
         if math.prod(chunk) * itemsize <= wanted or math.prod(chunk) == 1:
@@ -291,7 +297,7 @@ def find_dataset(file: Any, name: str) -> Any:
 
 
 def chunk_of(dataset: Any, name: str) -> tuple[int, ...] | None:
-    """The shape of a dataset's chunks; None if it lies in one piece.
+    """Returns the shape of a dataset's chunks; None if it lies in one piece.
 
     Raises:
         ValueError: it lies in another file.
@@ -306,7 +312,7 @@ def chunk_of(dataset: Any, name: str) -> tuple[int, ...] | None:
 
 
 def spec_of(dataset: Any, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and shape of a dataset.
+    """Returns the dtype and shape of a dataset.
 
     Raises:
         ValueError: it does not hold plain numbers.
@@ -342,7 +348,7 @@ def _decode_dtype(kind: Any, name: str) -> np.dtype:
 
 
 def filters_of(dataset: Any) -> list[int]:
-    """The numbers of a dataset's filters."""
+    """Returns the numbers of a dataset's filters."""
     pipeline = dataset.id.get_create_plist()
     return [pipeline.get_filter(n)[0] for n in range(min(pipeline.get_nfilters(), MOST_AXES))]
 

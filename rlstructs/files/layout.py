@@ -112,7 +112,10 @@ def check_class(path: Any, header: Mapping[str, Any], kind: str) -> None:
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """Reads the header of a file: `class`, `version` and `arrays` with their dtypes and shapes."""
+    """Reads the header of a file.
+
+    It has `class`, `version` and `arrays` with their dtypes and shapes.
+    """
     with open_reader(path) as (_, header):
         return header
 
@@ -121,7 +124,9 @@ def read_header(path: str | Path) -> dict[str, Any]:
 def open_reader(
     path: str | Path, suffix: str | None = None, compressed: bool = False, foreign: bool = False
 ) -> Iterator[tuple[Reader, dict[str, Any]]]:
-    """Opens a file; gives its reader and its header, after comparing the header with the arrays.
+    """Opens a file; yields its reader and its header.
+
+    The header is compared with the arrays first.
 
     Args:
         path: the file.
@@ -194,7 +199,7 @@ def _find_by_ending(
 
 
 def ending_of(path: Path) -> str:
-    """The ending of a path; `.h5` for `.hdf5`."""
+    """Returns the ending of a path; `.h5` for `.hdf5`."""
     return {".hdf5": ".h5"}.get(path.suffix, path.suffix)
 
 
@@ -231,7 +236,10 @@ def _build_tree(flat: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
 
 
 def temporary_name(path: Path) -> Path:
-    """An unused path beside `path`, with its ending, that no other process or thread chooses."""
+    """Returns an unused path beside `path`, with the same ending.
+
+    No other process or thread chooses it.
+    """
     stem, mark = path.stem, f".{os.getpid()}.{threading.get_ident()}"
     room = _longest_name(path.parent) - len(os.fsencode(f".{mark}{path.suffix}"))
     if len(os.fsencode(stem)) > room:  # another name may begin with what is left of it
@@ -243,7 +251,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def _longest_name(folder: Path) -> int:
-    """The most bytes that the name of a file in this folder may have."""
+    """Returns the most bytes that a file name may have in this folder."""
     try:
         return os.pathconf(folder, "PC_NAME_MAX")
     except (AttributeError, OSError, ValueError):  # the folder is missing, or the system cannot say
@@ -252,7 +260,10 @@ def _longest_name(folder: Path) -> int:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Gives a temporary path; renames it to `path` at the end of the block, or removes it after an error."""
+    """Yields a temporary path, and renames it to `path` after the block.
+
+    After an error the temporary file is removed.
+    """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     temporary = temporary_name(path)

@@ -68,9 +68,9 @@ def _open_unblocked(path: str, _: int) -> int:
 
 @contextlib.contextmanager
 def name_damage(text: str) -> Iterator[None]:
-    """Turns whatever parsers raise for arbitrary bytes into a FileError, which begins with `text`.
+    """Turns a parser's errors for arbitrary bytes into a FileError.
 
-    Errors that are none of the file's own stay as they are, such as EMFILE and EIO.
+    Its message begins with `text`. Errors of the system, such as EMFILE and EIO, are raised unchanged.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def name_damage(text: str) -> Iterator[None]:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether this is an error of opening or reading, whatever the bytes of the file are."""
+    """Whether an error comes from the system, whatever the file's bytes are."""
     # Bytes of a file can lead a parser to an offset that there cannot be.
     from_bytes = (None, errno.EINVAL, errno.EOVERFLOW)
     is_missing = isinstance(error, FileNotFoundError)
@@ -91,7 +91,7 @@ def is_of_system(error: BaseException) -> bool:
 
 
 def size_of(file: BinaryIO) -> int:
-    """The size of an open file in bytes."""
+    """Returns the size of an open file in bytes."""
     return len(file.getbuffer()) if isinstance(file, io.BytesIO) else os.fstat(file.fileno()).st_size
 
 
@@ -114,7 +114,10 @@ def read_pieces(file: BinaryIO, pieces: Iterable[tuple[int, int]]) -> list[bytes
 
 
 def read_into(file: BinaryIO, offset: int, data: memoryview) -> None:
-    """Fills a buffer with the bytes from `offset` on; raises ValueError if there are fewer."""
+    """Fills a buffer with the bytes from `offset` on.
+
+    Raises ValueError if there are fewer.
+    """
     file.seek(offset)
     done = 0
     while done < len(data):

@@ -1,9 +1,9 @@
-"""Reads the pickle in a `.pt` file with an interpreter that makes only numbers, text and plain tensors.
+"""A safe interpreter for the pickle in a `.pt` file.
 
-It knows the instructions that `torch.save` needs for a dictionary of tensors, in protocol 2. Classes are looked up by
-name in a table: nothing is imported, and nothing that a file names is called. Time and memory stay proportional to the
-length of the pickle, because only text can be a key, tuples are short and nested at most once, and the memo is filled
-in order.
+It makes only numbers, text and plain tensors. It knows the instructions that `torch.save` needs for a dictionary of
+tensors, in protocol 2. Classes are looked up by name in a table: nothing is imported, and nothing that a file names is
+called. Time and memory stay proportional to the length of the pickle, because only text can be a key, tuples are short
+and nested at most once, and the memo is filled in order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ DTYPES_OF_STORAGES = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a .pt file: the key of its bytes, dtype and shape. No instruction can change it, as it is a tuple."""
+    """A tensor in a `.pt` file: storage key, dtype and shape.
+
+    The key names its bytes. The class is a tuple, so that no instruction of a pickle can change it.
+    """
 
     key: str
     dtype: np.dtype

@@ -1,4 +1,6 @@
-"""A folder of arrays, of which long ones are cut into files that successive folders share.
+"""A folder of arrays in files that successive folders share.
+
+Long arrays are cut into several files.
 
     whole.npz          the arrays that are not cut; its header describes all arrays
     rows_00000.npz     the first slots of the arrays of the group "rows"
@@ -62,7 +64,7 @@ class Content:
         state: anything else, as JSON.
         cuts: of the arrays that are cut.
         changed: group -> which slots may have changed since the earlier folder, bool (capacity,). Of other groups the
-            content is compared.
+            contents are compared.
     """
 
     kind: str
@@ -82,7 +84,7 @@ def write(
         folder: the folder.
         content: what it holds.
         before: an earlier folder, in the same file system, whose files it may share; None for none.
-        known: what this function returned for that one.
+        known: the result of this function for that one.
 
     Returns:
         The checksum of each file, by its name.
@@ -114,12 +116,15 @@ def _write_group(
     earlier: Mapping[str, Any] | None,
     shared: set[str],
 ) -> dict[str, Any]:
-    """Writes the files of a group; returns what the header says of them, and adds to `shared` which are links."""
+    """Writes the files of a group; returns the group's record for the header.
+
+    The names of files that are hard links are added to `shared`.
+    """
     cuts = {name: cut for name, cut in content.cuts.items() if cut.group == group}
     arrays = {name: content.arrays[name].reshape(cut.shape) for name, cut in cuts.items()}
     described = _describe_group(cuts, content)
     per_file, n_slots = described["per_file"], described["n_slots"]
-    # Files of other arrays, or cut in another way, are of no use.
+    # Files of other arrays, or cut in another way, cannot be shared.
     n_before = earlier["n_slots"] if earlier and earlier == {**described, "n_slots": earlier["n_slots"]} else 0
     changed = content.changed.get(group)
     dtypes = {name: dtype for name, dtype in content.dtypes.items() if name in cuts}
@@ -161,7 +166,10 @@ def _file_name(group: str, number: int) -> str:
 
 
 def _find_groups(folder: Path | None) -> Mapping[str, Any]:
-    """Reads the groups in the header of an earlier folder; {} if it cannot be read."""
+    """Reads the groups in the header of an earlier folder.
+
+    Returns {} if it cannot be read.
+    """
     if folder is None:
         return {}
     try:
@@ -181,7 +189,10 @@ def _holds(path: Path, pieces: Mapping[str, Any]) -> bool:
 
 
 def _link(old: Path, new: Path) -> bool:
-    """Gives a file a second name; False if it is gone, or the file system cannot."""
+    """Creates a hard link; returns False if that fails.
+
+    The file may be gone, or the file system may lack links.
+    """
     try:
         os.link(old, new)
     except OSError:
@@ -191,7 +202,7 @@ def _link(old: Path, new: Path) -> bool:
 
 @contextlib.contextmanager
 def open_folder(folder: Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
-    """Opens a folder; gives a reader of all its arrays, and a header as that of one file.
+    """Opens a folder; yields a reader and a header, as for one file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -205,7 +216,7 @@ def open_folder(folder: Path) -> Iterator[tuple[Reader, dict[str, Any]]]:
             reader = SegmentReader(folder, archive, header)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FileError(f"{path}: damaged: {clean_text(error)}") from error
-        # A dtype and shape, as `reader.spec_of` gives them, is all that is asked of these.
+        # Names are enough: `reader.spec_of` knows the dtypes and shapes.
         with reader.opened:
             yield reader, {**header, "arrays": dict.fromkeys([*header["arrays"], *reader.cut]), "state": reader.state}
 
@@ -239,7 +250,7 @@ class _CutArray:
 
 
 class SegmentReader:
-    """Reads the arrays of a folder as if they were in one file; see `Reader`.
+    """A `Reader` of a folder, as if all arrays were in one file.
 
     Args:
         folder: the folder.
@@ -248,7 +259,7 @@ class SegmentReader:
 
     Attributes:
         cut: the arrays that are cut.
-        state: what was given as the state.
+        state: the state that was written; see `Content`.
         opened: holds the file that was read last.
     """
 
@@ -312,7 +323,10 @@ class SegmentReader:
             self._whole.read_slots(name, array, start)
 
     def _open(self, group: str, number: int) -> Reader:
-        """Opens a file; it stays open until another is asked for, because its arrays are read in pieces."""
+        """Opens a file, and closes the last one.
+
+        A file stays open until another is asked for, because its arrays are read in pieces.
+        """
         name = _file_name(group, number)
         if self._archive is None or self._name != name:
             self.opened.close()
@@ -331,7 +345,10 @@ class SegmentReader:
             done += part.size
 
     def _read_across(self, name: str, array: np.ndarray, first: int) -> None:
-        """Reads slots, from the `first` on, of an array of which each file holds some slots of every lane."""
+        """Reads slots of an array whose files hold some slots of every lane.
+
+        `first` is the first of these slots.
+        """
         cut, end = self.cut[name], first + array.shape[1]
         assert cut.axis == 1
         for number, (start, stop) in enumerate(_segments(cut.n_slots, cut.per_file)):
@@ -352,12 +369,12 @@ _NAME = re.compile(r"part_(\d{6,})\.npz")
 
 
 def part_path(folder: Path, number: int) -> Path:
-    """The path of a part, counted from 0."""
+    """Returns the path of a part, counted from 0."""
     return folder / f"part_{number:06}.npz"
 
 
 def list_parts(folder: str | Path) -> list[Path]:
-    """The parts in a folder, in order.
+    """Lists the parts in a folder, in order.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -1,4 +1,4 @@
-"""Writes `.pt` files, which `torch.load` reads, without holding a second copy of what is written.
+"""Writes `.pt` files for `torch.load`, without a second copy in memory.
 
 `torch.save` keeps every tensor in memory until it has written all of them, and writes the whole storage of a view.
 The format: a zip archive of `data.pkl`, a pickle in which a tensor names its storage by a key, a member `data/<key>`
@@ -62,7 +62,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, _Stored):
             return NotImplemented
-        # torch pickles dtypes that it has had for long in one way, and later ones in another.
+        # torch pickles older dtypes in one way and newer ones in another.
         empty = torch.empty(0, dtype=value.dtype, device="cpu")
         rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         n, strides = math.prod(value.shape), torch.empty(value.shape, device="meta").stride()
@@ -74,10 +74,10 @@ class _Pickler(pickle.Pickler):
 
 
 class Writable(Protocol):
-    """Takes bytes."""
+    """A file, or anything else that takes bytes."""
 
     def write(self, data: Any, /) -> int:
-        """Writes all of them, and returns how many these are."""
+        """Writes all of the bytes; returns their number."""
 
 
 def write_pt(path: Path, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
@@ -86,7 +86,7 @@ def write_pt(path: Path, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, 
     Args:
         path: of the file.
         arrays: by name; arrays, views, or objects that numpy turns into arrays.
-        dtypes: name -> dtype in torch of arrays that hold bits, which numpy has no dtype for.
+        dtypes: the torch dtypes that numpy lacks, by the name of the array that holds their bits.
     """
     stored = {
         name: _Stored(str(key), _torch_dtype(array.dtype, dtypes.get(name)), tuple(array.shape))
@@ -119,7 +119,10 @@ def write_bytes(member: Writable, array: Any) -> None:
 
 
 def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
-    """Divides an array in C order into pieces `(n,)`, each of up to `AT_ONCE` bytes or of one item."""
+    """Yields flat pieces `(n,)` of an array, in C order.
+
+    Each has up to `AT_ONCE` bytes, or one item.
+    """
     if values.flags.c_contiguous:
         values = values.reshape(-1)
     if values.nbytes <= AT_ONCE or values.size == 1:
@@ -139,5 +142,5 @@ def _torch_dtype(dtype: np.dtype, bits: str | None) -> torch.dtype:
 
 
 def _name_storage(tensor: torch.Tensor) -> str:
-    """The name that torch's files have for the storages of such a tensor, as `FloatStorage`."""
+    """Returns torch's name for a tensor's storage class, such as `FloatStorage`."""
     return str(tensor.type()).removeprefix("torch.").replace("Tensor", "Storage")

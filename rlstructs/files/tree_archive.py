@@ -1,8 +1,8 @@
-"""Reads a `.pt` file of nested dicts, lists and tensors, as `torch.save` writes it, with an interpreter of its own.
+"""A safe interpreter for `.pt` files of nested dicts, lists and tensors.
 
-`torch.load` unpacks compressed archives, reads beyond storages that are shorter than a pickle says, and makes tensors
-that are larger than their file. Here nothing is imported or called that a file names, and time and memory stay in
-proportion to the length of the file.
+`torch.save` writes such files. `torch.load` unpacks compressed archives, reads beyond storages that are shorter than a
+pickle says, and makes tensors that are larger than their file. Here nothing is imported or called that a file names,
+and time and memory stay in proportion to the length of the file.
 """
 
 from __future__ import annotations
@@ -183,12 +183,18 @@ def read_tree(file: BinaryIO) -> Any:
 
 
 def read_outline(file: BinaryIO) -> Any:
-    """Reads a tree without its tensors, each of which is None; raises what `read_tree` does."""
+    """Reads a tree with None in place of each tensor.
+
+    Raises the same errors as `read_tree`.
+    """
     return _read(file, _find_entries(file)[1], lambda *_: None)
 
 
 def _find_entries(file: BinaryIO) -> tuple[int, dict[str, Entry]]:
-    """The size of a file, and its entries by their names inside the folder of `data.pkl`."""
+    """Returns the size of a file, and its entries by name.
+
+    Names begin inside the folder of `data.pkl`.
+    """
     size = size_of(file)
     found = {entry.name: entry for entry in read_directory(file, size)}
     pickled = [name for name in found if name.endswith("/data.pkl")]
@@ -216,7 +222,9 @@ def _read_entry(file: BinaryIO, entry: Entry) -> bytearray:
 
 
 def weigh(tree: Any, known: dict[int, tuple[int, int] | None], depth: int = 0) -> tuple[int, int]:
-    """Returns the depth of a tree and its number of nodes; a shared node counts at every place.
+    """Returns the depth of a tree and its number of nodes.
+
+    A shared node counts at every place.
 
     Raises:
         ValueError: it is nested too deeply, holds itself, or holds the same array in several places.

@@ -1,7 +1,8 @@
-"""Reads the directory of a zip archive that numpy, torch or Python's zipfile wrote; refuses any other.
+"""Reads the directories of zip archives by numpy, torch or Python's zipfile.
 
-Python's zipfile also reads archives that begin anywhere in a file, members that overlap, repeated names and directories
-of any length. Here each byte belongs to at most one member, and the size of the file limits the number of members.
+Any other archive is refused. Python's zipfile also reads archives that begin anywhere in a file, members that overlap,
+repeated names and directories of any length. Here each byte belongs to at most one member, and the size of the file
+limits the number of members.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def read_directory(file: BinaryIO, size: int) -> list[Entry]:
 
 
 def _find_start(entry: Entry, header: bytes, end: int) -> Entry:
-    """Adds where the bytes of a member begin: after its header, whose length varies, and before `end`."""
+    """Adds the start of a member's bytes to its entry.
+
+    They follow the member's header, whose length varies. Raises ValueError if they reach beyond `end`.
+    """
     signature, _, flags, method, *_, n_name, n_extra = LOCAL.unpack(header)
     if signature != b"PK\3\4" or flags & ENCRYPTED or method:
         raise ValueError(f"{entry.name}: it has no header")
@@ -79,7 +83,7 @@ def _find_start(entry: Entry, header: bytes, end: int) -> Entry:
 
 
 def _find_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Finds the directory; returns where it begins, its bytes, and the number of its entries."""
+    """Finds the directory; returns its start, size in bytes, and number of entries."""
     if size < END.size:
         raise ValueError("it is not an archive")
     end = size - END.size
@@ -124,7 +128,7 @@ def _read_entry(data: bytes, at: int) -> tuple[Entry, int]:
 
 
 def _read_wide(extra: bytes, numbers: list[int]) -> list[int]:
-    """Replaces the numbers of an entry that did not fit by those in its extra field."""
+    """Replaces numbers that exceed 32 bits by those in the extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, n = struct.unpack_from("<2H", extra, at)

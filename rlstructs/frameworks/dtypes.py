@@ -1,4 +1,7 @@
-"""The torch dtypes that structures take, and carriers: dtypes that hold the bits of those that torch cannot pickle."""
+"""The torch dtypes that structures take, and carriers for unpicklable ones.
+
+A carrier is a dtype that holds the bits of one that torch cannot pickle.
+"""
 
 from __future__ import annotations
 

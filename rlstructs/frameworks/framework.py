@@ -1,4 +1,4 @@
-"""The protocol of a framework: what differs between memories for torch, jax and warp."""
+"""The protocol of a framework: the differences between memories for torch, jax and warp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Framework(Protocol):
     has_live_arrays: bool
 
     def dtype(self, dtype: Any) -> Any:
-        """The library's dtype for a dtype of its own or numpy's; its default float for None.
+        """Returns the library's dtype for one of its own or numpy's.
+
+        None gives its default float.
 
         Raises:
             SpecError: it has none like it.
@@ -37,7 +39,9 @@ class Framework(Protocol):
         """The name of a dtype, for `dtype_from_name`."""
 
     def device(self, device: Any) -> Any:
-        """The library's device for one of its devices or its name; its default device for None.
+        """Returns the library's device for a device or a name.
+
+        None gives its default device.
 
         Raises:
             SpecError: it has no such device.
@@ -47,16 +51,24 @@ class Framework(Protocol):
         """The name of a device, for `device`."""
 
     def device_of_rows(self, device: Any) -> torch.device | None:
-        """torch's device on which a memory keeps its rows as tensors; None for arrays in host memory."""
+        """Returns torch's device on which a memory keeps its rows as tensors.
+
+        None for arrays in host memory.
+        """
 
     def to_torch(self, value: Any) -> Any:
-        """Copies an array of the library on a GPU to a tensor; returns tensors and anything else unchanged."""
+        """Copies an array of the library on a GPU to a tensor.
+
+        Returns tensors and anything else unchanged.
+        """
 
     def hand_over(self, arrays: list[Any], dtypes: list[Any], device: Any) -> list[Any]:
         """Turns arrays of numpy or torch, which nobody else holds, into the library's."""
 
     def live_array(self, array: Any, dtype: Any, name: str, shared: tuple[Any, int] | None = None) -> Any:
-        """One of the library's arrays over the store's memory; a copy if its arrays cannot be written to.
+        """Returns one of the library's arrays over the store's memory.
+
+        A copy if its arrays cannot be written to.
 
         Args:
             array: of numpy or torch.
@@ -73,7 +85,10 @@ class Framework(Protocol):
 
 
 def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a view of another library's GPU memory, and waits, as that library may reuse the memory at once."""
+    """Copies a view of another library's GPU memory, and waits for the copy.
+
+    That library may reuse the memory at once.
+    """
     copy = tensor.detach().clone()
     torch.cuda.current_stream(tensor.device).synchronize()
     return copy

@@ -33,7 +33,7 @@ def start_warp() -> Any:
 
 @contextlib.contextmanager
 def quiet_warp() -> Iterator[None]:
-    """Keeps warp from printing its greeting and a line for each module that it compiles."""
+    """Keeps warp from printing its greeting and its lines about compiled modules."""
     with _START_LOCK:
         import warp as wp
 
@@ -49,7 +49,7 @@ def quiet_warp() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drop_lines(unwanted: bytes) -> Iterator[None]:
-    """Holds back what is written to descriptor 2, and then writes it without the lines that contain `unwanted`.
+    """Buffers writes to descriptor 2; then writes them without lines with `unwanted`.
 
     Warp's C code writes these lines, and no setting turns them off.
     """

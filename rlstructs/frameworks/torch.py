@@ -12,7 +12,9 @@ from rlstructs.frameworks.dtypes import SUPPORTED, UNSUPPORTED, dtype_name
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Returns a device with its index, as tensors have it: "cuda" becomes the current cuda device.
+    """Returns a device with its index, as tensors have it.
+
+    "cuda" becomes the current cuda device.
 
     Raises:
         TypeError: it is neither a device nor a name.

@@ -1,4 +1,7 @@
-"""Adapters for programs that people already run; each module needs the package that it is named after."""
+"""Adapters for programs that people already run.
+
+Each module needs the package that it is named after.
+"""
 
 from __future__ import annotations
 

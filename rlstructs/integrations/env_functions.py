@@ -1,6 +1,6 @@
-"""Functions that are called with an environment, where it is.
+"""Functions that are called with an environment, in its process.
 
-They stand apart because a worker imports this module to call them, and then imports nothing else.
+They have their own module because a worker imports it to call them, and then imports nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def set_inner_attribute(name: str, value: Any, env: gymnasium.Env[Any, Any]) -> 
 
 
 def seed(value: int | None, env: gymnasium.Env[Any, Any]) -> tuple[bool, Any]:
-    """Seeds the action space and calls the method `seed`; returns whether there is one, and what it returned."""
+    """Seeds the action space and calls the method `seed`.
+
+    Returns whether there is such a method, and its result.
+    """
     env.action_space.seed(value)
     try:
         return True, env.seed(value)

@@ -27,7 +27,9 @@ __all__ = ["Log", "TensorBoardLog", "TrackioLog", "WandbLog", "open_log"]
 
 
 class Log:
-    """A log that writes nothing, and the base class of those that do. `with` closes it.
+    """A log that writes nothing, and the base class of the others.
+
+    `with` closes it.
 
     Example:
         >>> with Log() as log:
@@ -52,7 +54,7 @@ class Log:
         self._write({name: _read_number(name, value) for name, value in metrics.items()}, int(step))
 
     def close(self) -> None:
-        """Writes what is left and closes the log. Idempotent."""
+        """Writes the remaining metrics and closes the log. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._finish()
@@ -61,7 +63,7 @@ class Log:
         """Writes checked metrics."""
 
     def _finish(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining metrics."""
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +155,7 @@ class TrackioLog(Log):
         self._run.finish()
 
 
-# By the name that `open_log` takes: the class, and the folder or project if none is given.
+# The name that `open_log` takes -> the class, and the default folder or project.
 _LOGS: dict[str, tuple[type[TensorBoardLog] | type[WandbLog] | type[TrackioLog], str]] = {
     "tensorboard": (TensorBoardLog, "runs"),
     "wandb": (WandbLog, "rlstructs"),

@@ -75,7 +75,9 @@ def check_format(name: Any) -> str:
 
 
 def choose_file(memory: StoredTensors, given: str | Path, format: str | None) -> tuple[Path, str]:  # noqa: A002
-    """Returns the path and format of the file to save; in a folder it is a new one.
+    """Returns the path and format of the file to save.
+
+    In a folder it is a new file.
 
     Raises:
         SpecError: the format is unknown, or differs from the file's ending.
@@ -117,7 +119,10 @@ def load(memory: StoredTensors, path: Path) -> None:
 
 
 def _load_csv(memory: StoredTensors, path: Path) -> None:
-    """Restores a memory from a .csv: one of ours if it has a .json, otherwise one of skrl's."""
+    """Restores a memory from a .csv of ours or skrl's.
+
+    Ours have a .json beside them.
+    """
     with open_file(path):  # raises unless it is a regular file
         beside = path.with_suffix(".json")
     if beside.exists():
@@ -135,7 +140,10 @@ def _load_csv(memory: StoredTensors, path: Path) -> None:
 
 
 def _save_csv(memory: StoredTensors, path: Path) -> None:
-    """Writes the valid rows to a .csv, and everything else to a .json of the same name."""
+    """Writes the valid rows to a .csv, everything else to a .json.
+
+    Both files have the same name.
+    """
     tensors, names = memory._tensors, sorted(memory._tensors.dtypes)
     arrays, _, saved = saving.contents(memory)
     rows = _list_rows(tensors.storage.view())
@@ -156,12 +164,15 @@ def _save_csv(memory: StoredTensors, path: Path) -> None:
 
 
 def _list_rows(view: View) -> np.ndarray:
-    """The valid rows by flat index, as skrl writes them."""
+    """Lists the valid rows by flat index, as skrl writes them."""
     return np.sort(view.every_row())
 
 
 def _checksum_of_lines(path: Path) -> int:
-    """The checksum of a text file without its last line break, which editors change."""
+    """Computes the checksum of a text file without its last line break.
+
+    Editors change the last line break.
+    """
     with open_file(path) as file:
         nbytes = size_of(file)
         last = read_at(file, max(0, nbytes - 2), min(2, nbytes))
@@ -185,7 +196,10 @@ def _column_names(specs: Mapping[str, Spec]) -> list[str]:
 
 
 def _load_own_csv(memory: StoredTensors, path: Path) -> None:
-    """Restores a memory from a .csv and its .json; changes nothing if they do not fit."""
+    """Restores a memory from a .csv and its .json.
+
+    Nothing changes if they do not fit.
+    """
     beside = path.with_suffix(".json")
     with open_file(path) as file, open_file(beside):
         nbytes = size_of(file)
@@ -224,7 +238,10 @@ def _parse_bookkeeping(values: Any, dtype: Any) -> np.ndarray:
 
 
 def _read_tensors(path: Path, nbytes: int, specs: Mapping[str, Spec], n_rows: int) -> dict[str, np.ndarray]:
-    """Compares sizes with that of the file, and reads its tensors, each `(n_rows, *shape)`."""
+    """Reads the file's tensors, each `(n_rows, *shape)`.
+
+    Sizes are compared with the size of the file first.
+    """
     sizes = {name: math.prod(spec.shape) for name, spec in specs.items()}
     n = 0
     for name, size in sizes.items():  # checked before anything as large as the file claims is allocated
@@ -256,7 +273,7 @@ def _check_names(file: IO[str], specs: Mapping[str, Spec]) -> None:
 def _read_rows(
     file: IO[str], sizes: Mapping[str, int], most: int, find_spec: Callable[[str, list[str]], Spec]
 ) -> tuple[int, dict[str, Spec], dict[str, np.ndarray]]:
-    """Reads the tensors from the remaining lines of a file, some lines at a time.
+    """Reads the tensors from a file's remaining lines, some lines at a time.
 
     Args:
         file: the file, at its second line.
@@ -315,7 +332,9 @@ def _parse(name: str, cells: list[list[str]], spec: Spec) -> np.ndarray:
 
 
 def _load_skrl(memory: StoredTensors, path: Path, archive: Archive) -> None:
-    """Restores a memory from a `.pt` or `.npz` file of plain tensors, without a header of ours.
+    """Restores a memory from a `.pt` or `.npz` file of plain tensors.
+
+    The file has no header of ours.
 
     Raises:
         FileError, OutOfMemoryError: it does not fit; nothing changes.
@@ -328,7 +347,7 @@ def _load_skrl(memory: StoredTensors, path: Path, archive: Archive) -> None:
 
 
 def _list_tensors(tensors: Tensors, path: Path, archive: Archive) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Lists the tensors in an archive: name -> dtype by name, and shape of a row."""
+    """Lists the tensors in an archive: name -> dtype's name, shape of a row."""
     found = {}
     for name in archive.names():
         dtype, shape = archive.spec_of(name)
@@ -343,7 +362,10 @@ def _list_tensors(tensors: Tensors, path: Path, archive: Archive) -> dict[str, t
 
 
 def _count_rows(tensors: Tensors, specs: Mapping[str, Spec]) -> int:
-    """Counts the rows by flat index up to the last one that is not NaN in all floats."""
+    """Counts the rows up to the last written one, by flat index.
+
+    A row is written unless all its floats are NaN.
+    """
     n = tensors.storage.columns.n_rows
     floats = [name for name, spec in specs.items() if spec.dtype.kind == "f" or spec.is_bfloat16]
     if not floats:
@@ -363,7 +385,7 @@ def _set_valid_rows(memory: StoredTensors, n_rows: int) -> None:
 
 
 def _load_skrl_csv(memory: StoredTensors, path: Path) -> None:
-    """Restores a memory from a `.csv` file of valid rows in the order of flat indexes.
+    """Restores a memory from a `.csv` of valid rows, by flat index.
 
     Raises:
         ValueError, FileError, OutOfMemoryError: the file is no such file or does not fit; nothing changes.
@@ -380,7 +402,10 @@ def _load_skrl_csv(memory: StoredTensors, path: Path) -> None:
 
 
 def _read_sizes(file: IO[str]) -> dict[str, int]:
-    """Name -> numbers per row of each tensor, from the first line: `a.0,a.1,b.0`."""
+    """Reads the numbers per row of each tensor from the first line.
+
+    For example `a.0,a.1,b.0` gives 2 for `a` and 1 for `b`.
+    """
     line = file.readline(LONGEST_HEADER)
     sizes: dict[str, int] = {}
     for column in next(csv.reader([line]), []):
@@ -394,7 +419,10 @@ def _read_sizes(file: IO[str]) -> dict[str, int]:
 
 
 def _choose_spec(tensors: Tensors, name: str, cells: list[str]) -> Spec:
-    """Returns the spec of a tensor; a new one gets its dtype from its first row."""
+    """Returns the spec of a tensor.
+
+    A new one gets its dtype from its first row.
+    """
     if name in tensors.dtypes:
         known = tensors.spec_of(name)
         if math.prod(known.shape) != len(cells):

@@ -27,7 +27,9 @@ Write = Callable[..., None]
 
 
 class LaneIntake(Intake):
-    """Appends steps to the store of a memory whose tensors all exist, in any process and without its framework.
+    """Appends steps to the store of a memory, in any process.
+
+    All tensors must exist. It works without the memory's framework.
 
     Args:
         storage: the store.
@@ -122,9 +124,10 @@ class TensorIntake(LaneIntake):
         return self._step_writer.find_step()
 
     def write_quickly(self, given: Mapping[str, Any], strict: bool) -> bool:
-        """Writes a row of each environment, or of the next ones; returns False if `add_rows` has to do it.
+        """Writes one row to each environment, or to the next ones.
 
-        skrl's agents give values for tensors that do not exist, and omit those that they compute later.
+        Returns False if `add_rows` has to do it. skrl's agents give values for tensors that do not exist, and omit
+        those that they compute later.
         """
         tensors, num_envs = self._tensors, self._tensors.lead[1]
         if tensors.planned:  # these are not allocated yet
@@ -162,7 +165,7 @@ class TensorIntake(LaneIntake):
         return array[..., None] if array.shape == self._lead and spec.shape == (1,) else array
 
     def add_rows(self, given: Mapping[str, Any], strict: bool, write: Write) -> None:
-        """Appends one row for all or some environments, or several rows for one; see `Memory.add_samples`."""
+        """Appends rows to environments; see `Memory.add_samples`."""
         values = self._check_given(given, strict)
         n = self._count_rows(values) if values else 0
         if n == 0:
@@ -180,7 +183,10 @@ class TensorIntake(LaneIntake):
         write(block, lanes, done=find_ends(block))
 
     def _check_given(self, given: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """Converts the given tensors to arrays; returns none if this memory has none of them."""
+        """Converts the given tensors to arrays.
+
+        Returns {} if this memory has none of them.
+        """
         if not given:
             raise SpecError("add_samples: needs at least one tensor, got none")
         dtypes, values = self._tensors.dtypes, {name: value for name, value in given.items() if value is not None}
@@ -199,7 +205,10 @@ class TensorIntake(LaneIntake):
         return {name: convert(name, value, strict) for name, value in values.items() if name in dtypes or name == first}
 
     def _count_rows(self, values: Mapping[str, Any]) -> int | None:
-        """Counts the given rows; returns None for a single row without an axis for rows."""
+        """Counts the given rows.
+
+        None for a single row without an axis for rows.
+        """
         name = "observations"
         if values.get(name) is None:
             name = _choose_first(values)
@@ -215,7 +224,10 @@ class TensorIntake(LaneIntake):
         raise SpecError(f"add_samples: {name!r} has shape {tuple(shape)}, expected (n, *data) or (*data)")
 
     def _choose_lanes(self, n: int) -> tuple[Any, tuple[int, int]]:
-        """Chooses the environments that take `n` rows; returns them and the leading axes (environments, rows)."""
+        """Chooses the environments that take `n` rows.
+
+        Returns them and the leading axes (environments, rows).
+        """
         num_envs = self._tensors.lead[1]
         if n == num_envs:
             return slice(None), (n, 1)

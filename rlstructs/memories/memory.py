@@ -102,7 +102,10 @@ class Memory(StoredTensors, ABC):
 
     @property
     def memory_index(self) -> int:
-        """The row that is written next; that of the furthest environment if they are more than a row apart."""
+        """The row that is written next.
+
+        It is the row of the furthest environment if they are more than a row apart.
+        """
         return self._tensors.find_cursor(self._intake.find_step()).row
 
     @memory_index.setter
@@ -111,7 +114,10 @@ class Memory(StoredTensors, ABC):
 
     @property
     def env_index(self) -> int:
-        """Number of environments whose row `memory_index` is written; 0 if they are more than a row apart."""
+        """The number of environments whose row `memory_index` is written.
+
+        It is 0 if environments are more than a row apart.
+        """
         return self._tensors.find_cursor(self._intake.find_step()).env
 
     @env_index.setter
@@ -121,7 +127,9 @@ class Memory(StoredTensors, ABC):
     # Tensors
 
     def create_tensor(self, name: str, size: Any, dtype: Any = None, keep_dimensions: bool = False) -> bool:
-        """Adds a tensor: NaN in unwritten rows if it is a float one, zeros otherwise.
+        """Adds a tensor.
+
+        Unwritten rows hold NaN if its dtype is a float, zeros otherwise.
 
         Args:
             name: name of the tensor.
@@ -140,13 +148,14 @@ class Memory(StoredTensors, ABC):
         return self._tensors.create(name, size, dtype, keep_dimensions)
 
     def get_tensor_names(self) -> list[str]:
-        """Names in alphabetical order."""
+        """Returns the names of all tensors, in alphabetical order."""
         return sorted(self._tensors.dtypes)
 
     def get_tensor_by_name(self, name: str, keepdim: bool = True) -> Any:
-        """The live tensor `(memory_size, num_envs, *data)`, unwritten rows included; a copy in jax.
+        """Returns the live tensor `(memory_size, num_envs, *data)`; in jax a copy.
 
-        It is a strided view where small tensors lie side by side in memory: use `reshape(-1)` instead of `view(-1)`.
+        Unwritten rows are included. The tensor is a strided view where small tensors lie side by side in memory: use
+        `reshape(-1)` instead of `view(-1)`.
 
         Args:
             name: name of the tensor.
@@ -188,7 +197,10 @@ class Memory(StoredTensors, ABC):
 
     @property
     def tensors_view(self) -> dict[str, Any]:
-        """Name -> live tensor by flat index, `(memory_size * num_envs, *data)`; assignment copies values."""
+        """Name -> live tensor by flat index, `(memory_size * num_envs, *data)`.
+
+        Assignment copies values, like `set_tensor_by_name`.
+        """
 
         def put(name: str, values: Any) -> None:
             self._tensors.check_known(name)
@@ -204,7 +216,10 @@ class Memory(StoredTensors, ABC):
 
     @property
     def tensors_keep_dimensions(self) -> dict[str, bool]:
-        """Name -> whether rows have more or fewer axes than one; for programs written for skrl 1."""
+        """Name -> False for tensors whose rows have one axis, else True.
+
+        It is for programs written for skrl 1.
+        """
         return {name: len(self._tensors.spec_of(name).shape) != 1 for name in self._tensors.dtypes}
 
     @property
@@ -232,7 +247,7 @@ class Memory(StoredTensors, ABC):
     # Writing
 
     def add_samples(self, **tensors: Any) -> None:
-        """Appends one row for all or some environments, or several rows for a single environment.
+        """Appends one row to all or some environments, or several to one.
 
         The shape of `observations`, or of the first tensor if they are not given, decides:
 
@@ -258,7 +273,9 @@ class Memory(StoredTensors, ABC):
             self._save_after(before)
 
     def add_trajectories(self, batch: Any, names: Mapping[str, str] | None = None) -> None:
-        """Appends the valid steps of a batch of `RL_Batcher.get`, each to the environment in `env_index`.
+        """Appends the valid steps of a batch of `RL_Batcher.get`.
+
+        Each step goes to the environment in `env_index`.
 
         Args:
             batch: `Trajectories`.
@@ -284,7 +301,7 @@ class Memory(StoredTensors, ABC):
             self._save_after(before)
 
     def _save_after(self, before: int) -> None:
-        """Saves the memory if it has filled up since it had so many laps."""
+        """Saves the memory if it has filled up since `before` laps."""
         if self._intake.count_laps() > before:
             self.save(self.export_directory, format=self.export_format)
 
@@ -294,14 +311,17 @@ class Memory(StoredTensors, ABC):
     def sample(
         self, names: Sequence[str], batch_size: int, mini_batches: int = 1, sequence_length: int = 1
     ) -> list[list[Any]]:
-        """Draws rows at random: for each mini-batch a list of copies, in the order of `names`."""
+        """Draws rows at random and returns copies.
+
+        For each mini-batch there is a list of tensors, in the order of `names`.
+        """
 
     def get_sampling_indexes(self) -> Any:
-        """The flat indexes of the last `sample`, int64; None before it."""
+        """Returns the flat indexes of the last `sample`, int64; None before it."""
         return self.sampling_indexes
 
     def sample_by_index(self, names: Sequence[str], indexes: Any, mini_batches: int = 1) -> list[list[Any]]:
-        """Copies of the rows with these flat indexes.
+        """Copies the rows with these flat indexes.
 
         Args:
             names: names of tensors; unknown ones give None, with one warning in the log.
@@ -324,7 +344,9 @@ class Memory(StoredTensors, ABC):
         return self._tensors.split(names, known, arrays, mini_batches)
 
     def sample_all(self, names: Sequence[str], mini_batches: int = 1, sequence_length: int = 1) -> list[list[Any]]:
-        """Copies of all valid rows, each once: ordered by time, or for sequences by environment.
+        """Copies all valid rows, each once.
+
+        They are ordered by time, or for sequences by environment.
 
         Args:
             names: names of tensors; unknown ones give None, with one warning in the log.
@@ -341,7 +363,9 @@ class Memory(StoredTensors, ABC):
     # Files and copies
 
     def save(self, directory: str | Path = "", format: str | None = None) -> Path:  # noqa: A002 - skrl's name
-        """Saves the memory to a file, completely or not at all; threads that add rows wait.
+        """Saves the memory to a file, completely or not at all.
+
+        Threads that add rows wait meanwhile.
 
         Args:
             directory: a folder, whose subfolder `memories` gets a new file; or the path of a file that ends in .pt,
@@ -361,9 +385,9 @@ class Memory(StoredTensors, ABC):
             return formats.save(self, path, format)
 
     def load(self, path: str | Path) -> None:
-        """Restores rows, length, cursor and random stream from a file of `save`; creates missing tensors.
+        """Restores rows, length, cursor and random stream from a file of `save`.
 
-        Other threads that add rows wait until all is restored.
+        Missing tensors are created. Other threads that add rows wait until all is restored.
 
         From a file that skrl's memory wrote it restores the rows that are not NaN in every float tensor, the first
         as the oldest; the random stream goes on.
@@ -377,7 +401,7 @@ class Memory(StoredTensors, ABC):
             formats.load(self, Path(path))
 
     def _state(self) -> dict[str, Any]:
-        """Sizes, dtypes and random state, for the header of a file."""
+        """Returns sizes, dtypes and random state, for the header of a file."""
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
         following = self._storage.counters.continuity.following(self._storage.ring.head).tolist()
         own = {"tensors": self._tensors.describe(), "following": following}

@@ -16,10 +16,10 @@ from rlstructs.replay.keep.checks import Claims, whole
 
 
 class PrioritizedMemory(RandomMemory):
-    """A memory that draws its rows, or the first rows of sequences, in proportion to priorities.
+    """A memory that draws rows in proportion to priorities.
 
-    A new row gets the largest priority that was ever set, initially 1. See section 3 of Schaul et al., Prioritized
-    Experience Replay (2016).
+    For sequences, it draws their first rows in this way. A new row gets the largest priority that was ever set,
+    initially 1. See section 3 of Schaul et al., Prioritized Experience Replay (2016).
 
     Args:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
@@ -45,7 +45,7 @@ class PrioritizedMemory(RandomMemory):
         self.beta = beta if callable(beta) else exponent("beta", beta)
         self.normalize = normalize
         self.n_samples = 0
-        self._smallest = self._beta = 0.0  # as of the last sample
+        self._smallest = self._beta = 0.0  # at the last sample
         self._priorities = Priorities(self.memory_size * self.num_envs, self.num_envs, self._alpha)
 
     @property
@@ -72,7 +72,10 @@ class PrioritizedMemory(RandomMemory):
         self._priorities.clear()
 
     def get_sampling_weights(self) -> Any:
-        """The importance weights of the last `sample`, float32 (batch_size,), one for each row or sequence."""
+        """Returns the importance weights of the last `sample`, float32 (batch_size,).
+
+        There is one for each row or sequence.
+        """
         leaves = self._last_selection().fields[LEAVES]
         smallest = leaves.min() if self.normalize == "batch" else self._smallest
         return self._tensors.hand_over_one(importance_weights(leaves, smallest, self._beta))

@@ -1,4 +1,4 @@
-"""The form of a memory in files, and tensors that are restored from a file."""
+"""The layout of memories in files, and the restoring of their tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
 
 KIND = "Memory"
-# Names in a file of arrays that are no tensors.
+# Names of the arrays in a file that are not tensors.
 RING_NAME, EPISODES_NAME = "__ring__", "__episodes__"
 NAMES = {
     RING: RING_NAME,
@@ -59,7 +59,10 @@ class StoredTensors(Stored):
 
 
 class MemoryForm(Form):
-    """Whole tensors `(memory_size, num_envs, *data)` by their names, as in skrl's files, beside bookkeeping."""
+    """Whole tensors `(memory_size, num_envs, *data)` by name, as in skrl's files.
+
+    Other arrays lie beside them.
+    """
 
     has_every_slot = True
 
@@ -110,7 +113,10 @@ class MemoryForm(Form):
 
 
 def check_sizes(tensors: Tensors, path: Path, state: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the sizes in a file; raises FileError if they are not those of these tensors."""
+    """Returns the sizes of the memory in a file.
+
+    Raises FileError if they differ from the sizes of these tensors.
+    """
     sizes = whole("memory_size", state["memory_size"], 1), whole("num_envs", state["num_envs"], 1)
     if sizes != tensors.lead:
         held = "memory_size {} and num_envs {}, this memory has {} and {}".format(*sizes, *tensors.lead)
@@ -119,7 +125,7 @@ def check_sizes(tensors: Tensors, path: Path, state: Mapping[str, Any]) -> tuple
 
 
 def check_complete(tensors: Tensors, path: Path, found: Iterable[str]) -> None:
-    """Raises FileError if a file lacks a tensor that there is."""
+    """Raises FileError if a file lacks one of the existing tensors."""
     if missing := sorted(set(tensors.dtypes) - set(found)):
         raise FileError(clean_text(f"{path}: has no tensor(s) {missing}, it has {sorted(found)}"))
 
@@ -128,7 +134,7 @@ def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dic
     """Returns the specs of the tensors in a file.
 
     Args:
-        tensors: the tensors that there are.
+        tensors: the existing tensors.
         path: the file.
         found: name -> name of the dtype, and shape of a row.
 
@@ -150,12 +156,14 @@ def check_tensors(tensors: Tensors, path: Path, found: Mapping[str, Any]) -> dic
 
 
 def find_dtype(tensors: Tensors, name: str, dtype: Any) -> Any:
-    """The library's dtype for a tensor in a file, by the name of its dtype there."""
+    """Returns the library's dtype for a dtype's name in a file."""
     return tensors.convert_dtype(name, dtype if dtype == "bfloat16" else dtype_called(name, dtype).name, by_name=True)
 
 
 def refill(memory: StoredTensors, path: Path, specs: Mapping[str, Spec], reader: Reader) -> None:
-    """Drops all rows, and reads whole tensors of another program, which says nothing else.
+    """Drops all rows, and reads whole tensors of another program.
+
+    Its file holds nothing but tensors.
 
     Raises:
         ValueError, KeyError, OutOfMemoryError: they do not fit; nothing changes.
@@ -173,7 +181,9 @@ def refill(memory: StoredTensors, path: Path, specs: Mapping[str, Spec], reader:
 
 
 class RowsReader:
-    """Reads tensors of which a file holds some rows, as if it held all; the others are unwritten.
+    """Reads tensors whose file holds only some rows, as a `Reader` would.
+
+    The other rows are unwritten.
 
     Args:
         tensors: of the memory.
@@ -196,7 +206,7 @@ class RowsReader:
         self._lead, self._specs, self._rows, self._values, self._more = tensors.lead, specs, rows, values, more
 
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype and shape of an array."""
+        """Returns the dtype and shape of an array."""
         if name in self._more:
             return self._more[name].dtype, self._more[name].shape
         return self._specs[name].dtype, (*self._lead, *self._specs[name].shape)
@@ -205,7 +215,7 @@ class RowsReader:
         """Does nothing: the text has been parsed."""
 
     def read_slots(self, name: str, array: np.ndarray, start: int) -> None:
-        """Is not needed: no array has the slots of one lane after another."""
+        """Raises NotImplementedError: no array has the slots of each lane together."""
         raise NotImplementedError
 
     def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:

@@ -118,18 +118,27 @@ class RandomMemory(memory.Memory):
         return self._tensors.split(names, known, arrays, mini_batches, starts)
 
     def get_sampling_mask(self) -> Any:
-        """A mask of the valid sampled rows, bool, in the order of `get_sampling_indexes`."""
+        """Returns a mask of the valid sampled rows, bool (rows,).
+
+        It is in the order of `get_sampling_indexes`.
+        """
         return self._tensors.hand_over_one(self._last_selection().fields["mask"].flatten())
 
     def get_sampling_is_first(self) -> Any:
-        """A mask of the sampled rows that begin an episode, bool, in the same order."""
+        """Returns a mask of the sampled rows that begin an episode, bool.
+
+        It is in the order of `get_sampling_indexes`.
+        """
         picked = self._last_selection()
         if "is_first" not in picked.fields:
             raise StateError(NO_ENDS_ERROR)
         return self._tensors.hand_over_one(picked.fields["is_first"].flatten())
 
     def get_sampling_discounts(self) -> Any:
-        """Gamma to the number of steps that each sampled row sums up, float32 (rows,)."""
+        """Returns gamma to the number of steps of each row, float32 (rows,).
+
+        These are the steps that the row sums up.
+        """
         n = self._last_selection().rows.size
         return self._tensors.hand_over_one(np.full(n, self._discounts, np.float32))
 
@@ -190,7 +199,7 @@ def _check_length(storage: Storage, sequence_length: Any, n_step: Any, gamma: fl
 
 
 def _read_windows(storage: Storage, picked: Selection, names: Sequence[str], n_step: int, gamma: float) -> list[Any]:
-    """Reads the drawn rows, and, with several steps, gamma to the number of them."""
+    """Reads the drawn rows; for several steps also gamma to their number."""
     rows = picked.rows if picked.rows.shape[1] > 1 else picked.rows[:, 0]
     if n_step == 1:
         return storage.columns.gather(names, rows)

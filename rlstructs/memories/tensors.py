@@ -1,4 +1,4 @@
-"""`Tensors`: the named tensors of a memory, their specs, the store that holds them, and batches of its rows.
+"""`Tensors`: the named tensors of a memory, their store, and batches.
 
 A tensor is `(memory_size, num_envs, *data)`. A flat index is `row * num_envs + env`. Each environment is a lane of the
 store with a head of its own, so environments may be at different rows.
@@ -71,7 +71,7 @@ class Tensors:
         self.dtypes: dict[str, Any] = {}
         self.planned: dict[str, Spec] = {}
         self.exposed: set[str] = set()
-        self._unmissed: set[str] = set()  # names of no tensor that need no warning, or have had it
+        self._unmissed: set[str] = set()  # names without a tensor that need no warning, or have had it
         self._own_dtypes: dict[np.dtype, Any] = {}  # dtype of numpy -> the library's, which takes time to find
         self._available: int | None = None  # bytes, when the first of the planned tensors was
         self._live: dict[tuple[str, bool], tuple[Any, Any]] = {}  # arrays that programs got, and the columns below them
@@ -122,7 +122,7 @@ class Tensors:
         return False
 
     def convert_dtype(self, name: str, dtype: Any, by_name: bool = False) -> Any:
-        """Converts the dtype of a new tensor, or the name of that dtype, to the library's.
+        """Converts the dtype of a new tensor, or its name, to the library's.
 
         Raises:
             SpecError: the store does not support the dtype, or no tensor may have this name.
@@ -163,7 +163,7 @@ class Tensors:
         columns = self.storage.columns
         needed = sum(spec.nbytes for spec in (*self.planned.values(), *specs.values())) * columns.n_rows
         available = self._available if self.planned else None
-        if available is None or needed > available // 2:  # what takes little of it need not look again
+        if available is None or needed > available // 2:  # small tensors need not ask the system again
             available = self._available = columns.available_bytes()
         if available is not None and needed > available:
             raise OutOfMemoryError(f"{owner}: {needed:,} bytes are needed, {available:,} are available")
@@ -171,11 +171,11 @@ class Tensors:
             self.planned[name], self.dtypes[name] = spec, self.find_dtype(name, spec)
 
     def spec_of(self, name: str) -> Spec:
-        """The spec of a tensor."""
+        """Returns the spec of a tensor."""
         return self.planned.get(name) or self.storage.columns.specs[name]
 
     def describe(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and shape of each tensor, for the header of a file."""
+        """Returns the dtype and shape of each tensor, for a file's header."""
         name_of = self.framework.dtype_name
         return {name: (name_of(dtype), self.spec_of(name).shape) for name, dtype in self.dtypes.items()}
 
@@ -194,7 +194,7 @@ class Tensors:
         if kept is flat:
             return live
         rows = columns.cells[name].swapaxes(0, 1) if keepdim else flat
-        # A copy has no half-written row; and what is kept is not only for inference.
+        # A copy has no half-written row; and a kept tensor must not be one of inference mode.
         with self.storage.lock, torch.inference_mode(False):
             live = self.framework.live_array(rows, self.dtypes[name], repr(name), columns.shared_storage(name))
         if self.framework.has_live_arrays:
@@ -228,9 +228,10 @@ class Tensors:
             self.storage.counters.notes[EXPOSED] = 1
 
     def convert_values(self, name: str, value: Any, strict: bool) -> Any:
-        """Returns a value unchanged if its device and dtype are the tensor's; otherwise as a numpy array.
+        """Casts a value to a tensor's dtype, as a numpy array.
 
-        Real numbers are cast, as in skrl. If `strict`, only floats may lose precision: 1.0 can be a bool, 0.5 cannot.
+        A value is returned unchanged if its device and dtype are the tensor's. Real numbers are cast, as in skrl. If
+        `strict`, only floats may lose precision: 1.0 can be a bool, 0.5 cannot.
         """
         if name not in self.dtypes:
             return host_array(name, value)
@@ -248,7 +249,7 @@ class Tensors:
     # Batches
 
     def check_names(self, names: Sequence[str], strict: bool) -> tuple[list[str], list[str]]:
-        """Returns the names as a list, and those among them that are names of tensors.
+        """Returns the names as a list, and the known ones among them.
 
         Raises:
             TypeError: a string is given for a list.
@@ -266,14 +267,19 @@ class Tensors:
         return list(names), known
 
     def _warn_of(self, unknown: set[str]) -> None:
-        """Warns once of names that are those of no tensor; not if one was to be created with a size of None."""
+        """Warns once of names without a tensor.
+
+        There is no warning of a name that was created with a size of None.
+        """
         if unknown:
             self._unmissed |= unknown
             there, text = sorted(self.dtypes), "no tensor(s) %s in this memory, there are %s: None takes their place"
             LOG.warning(f"{text}; with strict=True that is an error", sorted(unknown), there)
 
     def copy_all(self, names: Sequence[str], by_lane: bool) -> tuple[np.ndarray | None, list[Any]]:
-        """Copies all valid rows of some tensors, sorted by step, or by lane; threads of this process wait.
+        """Copies all valid rows of some tensors, sorted by step or by lane.
+
+        Threads of this process wait meanwhile.
 
         Returns:
             `by_lane` the lane of each row, int64 (n,), otherwise None; and `(n, *data)` of each tensor. They lack the
@@ -349,7 +355,9 @@ class Tensors:
         return Cursor(step.count_least() >= self.lead[0], row % self.lead[0], env)
 
     def set_cursor(self, **changes: Any) -> None:
-        """Makes the rows up to a new cursor valid; drops all others if the cursor moves back.
+        """Makes the rows up to a new cursor valid.
+
+        If the cursor moves back, all other rows are dropped.
 
         Args:
             changes: attributes of the cursor that change.
@@ -378,7 +386,9 @@ class Tensors:
 
 
 class LiveTensors(dict[str, Any]):
-    """Live tensors by name, in order of creation: what `Memory.tensors` and `tensors_view` return.
+    """Live tensors by name, in order of creation.
+
+    `Memory.tensors` and `Memory.tensors_view` return them.
 
     Args:
         names: names of the tensors.
@@ -405,7 +415,10 @@ class LiveTensors(dict[str, Any]):
 
 
 def choose_device(owner: str, framework: Framework, device: Any, strict: bool) -> Any:
-    """Returns the library's device; for an unknown name its default device, as in skrl, unless `strict`."""
+    """Returns the library's device for a name.
+
+    For an unknown name it is the default device, as in skrl, unless `strict`.
+    """
     try:
         return framework.device(device)
     except SpecError as error:
@@ -416,12 +429,18 @@ def choose_device(owner: str, framework: Framework, device: Any, strict: bool) -
 
 
 def find_ends(block: Mapping[str, Any]) -> np.ndarray | None:
-    """Marks the rows (n, T) that end an episode, bool; None if no tensor says so."""
+    """Marks the rows (n, T) that end an episode, bool.
+
+    None if no tensor says so.
+    """
     return find_marks({name: block[name] for name in ENDS if name in block})
 
 
 def _check_name(name: Any) -> None:
-    """Raises SpecError unless a tensor may have this name; files keep other arrays under names like __ring__."""
+    """Raises SpecError unless a tensor may have this name.
+
+    Files keep other arrays under names like __ring__.
+    """
     if not isinstance(name, str) or not name or (len(name) > 4 and name.startswith("__") and name.endswith("__")):
         raise SpecError(f"a tensor's name must be a string that does not begin and end with '__', got {name!r}")
 

@@ -1,4 +1,7 @@
-"""Base class of the replay buffers: a store with an intake, a generator, and an exporter."""
+"""Base class of the replay buffers.
+
+A buffer has a store with an intake, a random stream, and an exporter.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ class Buffer(Stored):
         self._intake.add_trajectories(trajectories, names)
 
     def make_feed(self) -> Intake:
-        """Returns what `RL_Batcher.feed` needs of this buffer."""
+        """Returns the interface that `RL_Batcher.feed` uses."""
         return self._intake
 
     # Files and copies
@@ -99,7 +102,9 @@ class Buffer(Stored):
         saving.save(self, Path(path))
 
     def load(self, path: str | Path) -> None:
-        """Restores a file of `save`; the next samples are those that would have followed the save.
+        """Restores a file of `save`, random stream included.
+
+        The next samples are those that would have followed the save.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -1,4 +1,7 @@
-"""The public functions of this package: each checks its arguments, and has a kernel or torch compute the results."""
+"""The public functions of this package; each checks its arguments.
+
+Then a kernel or torch computes the results.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Transitions(TypedDict):
 
 
 def transitions(trajectories: Trajectories | TemporalDictTensor | PackedTrajectories) -> Transitions:
-    """Rewards, ends and mask of a batch, as arguments of the functions of this module.
+    """Returns rewards, ends and mask of a batch, as arguments of these functions.
 
     Args:
         trajectories: with `_observation/reward`, `_observation/terminated` and `_observation/truncated`, as the
@@ -113,7 +116,9 @@ def discounted_returns(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Discounted sums of rewards to the end of the episode, or of the row, plus V there.
+    """Returns the discounted sums of rewards to the end of the episode.
+
+    A sum also ends with its row. V at the end is added.
 
     Equation (3.9) of Sutton and Barto, "Reinforcement learning: an introduction" (2nd edition, 2018):
     G_t = r_t + gamma G_{t+1}.
@@ -165,7 +170,9 @@ def n_step_returns(
     mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Discounted sums of the next n rewards, or fewer at a cut, plus V after them.
+    """Returns the discounted sums of the next n rewards, plus V after them.
+
+    A cut leaves fewer than n rewards.
 
     Equation (7.1) of Sutton and Barto (2018): G_t = r_t + gamma r_{t+1} + ... + gamma^n V(s_{t+n}).
 

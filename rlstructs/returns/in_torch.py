@@ -1,4 +1,7 @@
-"""The functions of this package in operations of torch: for all devices and dtypes, and for what traces them."""
+"""The functions of this package in operations of torch.
+
+For all devices and dtypes, and for tracing.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,17 @@ class Steps:
         return cls(rewards, next_values, gamma, goes_on, goes_on.to(rewards.dtype) * gamma)
 
     def up_to_cuts(self) -> torch.Tensor:
-        """(B, T): r_t, plus gamma V(s_{t+1}) where `goes_on` is False; V may be NaN elsewhere."""
+        """Returns r_t, plus gamma V(s_{t+1}) where `goes_on` is False, (B, T).
+
+        V may be NaN elsewhere.
+        """
         return self.rewards + torch.where(self.goes_on, 0, self.gamma * self.next_values)
 
     def backup(self, following: torch.Tensor) -> torch.Tensor:
-        """(B, T): r_t + gamma x_{t+1}, where x is `following`, or V(s_{t+1}) where `goes_on` is False."""
+        """Returns r_t + gamma x_{t+1}, (B, T), where x is `following`.
+
+        Where `goes_on` is False, x is V(s_{t+1}).
+        """
         backed_up = self.up_to_cuts()
         backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
         return backed_up
@@ -96,7 +105,9 @@ def _weight(given: Given, value: Weight) -> Weight:
 
 
 def _recurrence_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Computes x_t = a_t + b_t x_{t+1} in place of `a`, (B, T); the last b of a row counts as 0.
+    """Computes x_t = a_t + b_t x_{t+1} in place of `a`, (B, T).
+
+    The last b of a row counts as 0.
 
     It takes log2(T) rounds: x_t, the sum of its first `reach` terms, adds those of x_{t+reach} times the b in between.
     A loop over T takes 2 to 30 times as long (benchmarks/returns.py).

@@ -15,10 +15,12 @@ Weight = float | torch.Tensor
 
 
 class Given(NamedTuple):
-    """The arguments that all functions have in common, checked: contiguous tensors (B, T) without gradients.
+    """The arguments common to all functions, checked.
+
+    They are contiguous tensors (B, T) without gradients.
 
     `terminated`, `truncated` and `mask` are bool, the others of one floating point dtype; `gamma` may also be a number
-    or a tensor (). Masked steps hold what was given. Packed steps (N,) are one row, in which the last step of each
+    or a tensor (). Masked steps keep their given values. Packed steps (N,) are one row, in which the last step of each
     segment is truncated: what ends with a row has the same results.
     """
 

@@ -36,7 +36,10 @@ def _ends(terminated: wp.uint64, truncated: wp.uint64, t: wp.int32) -> bool:
 
 @functools.cache
 def make_kernels(dtype: Any) -> dict[str, Any]:
-    """The kernels by the names of the functions, for `wp.float32` or `wp.float64`; Warp compiles them together."""
+    """Returns the kernels by function name, for `wp.float32` or `wp.float64`.
+
+    Warp compiles them together.
+    """
 
     @wp.func
     def read(values: wp.uint64, t: wp.int32) -> dtype:

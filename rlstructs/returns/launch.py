@@ -1,4 +1,7 @@
-"""Decides which calls Warp's kernels compute, loads the kernels for the first of them, and launches them."""
+"""Decides which calls Warp's kernels compute, loads the kernels, and launches them.
+
+They are loaded at the first such call.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ FEWEST_ROUNDS, FEWEST_STEPS, MOST_STEPS = 4, 2048, 2**30
 MOST_TIMESTEPS_ON_GPU = 2048
 THREADS_PER_BLOCK = 32  # few, so that rows spread over the processors of a GPU
 
-# Starts a kernel: by the name of its function, the number of its threads, and what it takes.
+# Starts a kernel: takes the name of its function, the number of its threads, and its arguments.
 Start = Callable[[str, int, list[float]], None]
 # For each device and dtype whose kernels are loaded; None where they cannot be.
 _starts: dict[tuple[torch.device, torch.dtype], Start | None] = {}
@@ -87,7 +90,7 @@ def _suits(name: str, given: Given, numbers: tuple[float, ...]) -> bool:
 
 
 def _spread(weight: Weight, rewards: torch.Tensor) -> Weight:
-    """A number, or a tensor (B, T)."""
+    """Returns a number, or a tensor (B, T)."""
     if not isinstance(weight, torch.Tensor) or weight.ndim:
         return weight
     return weight.expand(rewards.shape).contiguous() if rewards.is_cuda else float(weight)
@@ -106,7 +109,10 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _get_start(device: torch.device, dtype: torch.dtype) -> Start | None:
-    """Returns the function that starts the kernels. The first process compiles them, others load the result."""
+    """Returns the function that starts the kernels.
+
+    The first process compiles them, others load the result.
+    """
     key = device, dtype
     if key not in _starts:
         with quiet_warp():  # one thread at a time

@@ -24,7 +24,7 @@ from rlstructs.structures.trajectories import Trajectories
 
 
 def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
-    """The number of episodes for each environment, as equal as possible, int64 (n_envs,).
+    """Returns the number of episodes for each environment, as equal as possible, int64 (n_envs,).
 
     To take the first `n_episodes` that end would favour short episodes.
 
@@ -40,7 +40,7 @@ class Standing(NamedTuple):
 
     Attributes:
         ended: its episodes that have ended, wanted or not.
-        waited: the timesteps since its last step, as of an agent that is not there; 0 while it steps.
+        waited: the timesteps since its last step, for example of an absent agent; 0 while it steps.
         steps: the timesteps since the evaluation began.
     """
 
@@ -92,7 +92,10 @@ class Evaluation:
                 raise
 
     def advance(self, wanted: np.ndarray) -> Standing:
-        """Runs up to T more steps of each environment, if one has not ended as many episodes as wanted, int64 (E,)."""
+        """Runs up to T more steps of each environment, if episodes are missing.
+
+        `wanted`, int64 (E,), is the number of episodes of each environment.
+        """
         if (self._ended < wanted).any() and self._n_steps != self._max_steps:
             self._advance()
         return Standing(self._ended, self._waited, np.full(self._slots.n, self._n_steps))
@@ -136,6 +139,9 @@ class Evaluation:
 
 
 def seed_agent(agent: RL_Agent, seed: int) -> None:
-    """Seeds an agent if it has a method `seed`; an agent that does not derive from `RL_Agent` may lack one."""
+    """Seeds an agent if it has a method `seed`.
+
+    Agents that do not derive from `RL_Agent` may lack one.
+    """
     if callable(getattr(agent, "seed", None)):
         agent.seed(seed)

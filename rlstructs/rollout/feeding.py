@@ -1,4 +1,7 @@
-"""`Feed`: a worker's end of a memory that lies in shared memory, to which it writes the steps of its rollouts."""
+"""`Feed`: a worker's access to a memory that lies in shared memory.
+
+The worker writes the steps of its rollouts to it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class FedMemory(Protocol):
 
     @property
     def is_for_one_process(self) -> bool:
-        """Whether only the process that has made the memory can write to it, by its `add_trajectories`."""
+        """Whether only the process that made the memory can write to it.
+
+        It writes with `add_trajectories`.
+        """
 
     @property
     def storage(self) -> Storage | None:
@@ -43,10 +49,13 @@ class FedMemory(Protocol):
         """Returns the writer, once the columns are defined."""
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Column -> key of the trajectories, where a program names none."""
+        """Returns the default names: column -> key of the trajectories."""
 
     def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
-        """Adds the columns that trajectories like this one, with one step, need; writes no rows."""
+        """Adds the columns for trajectories like this one; writes no rows.
+
+        The example has one step.
+        """
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,10 @@ class Feed:
     version_before: int = 0
 
     def write(self, slots: Slots, number: int, version: int) -> None:
-        """Writes a worker's rollout of this number in its slots, of an agent that has had `version` updates."""
+        """Writes a worker's rollout from its slots.
+
+        `number` is the rollout's; its agent has had `version` updates.
+        """
         n_timesteps = int(slots.lengths.max())
         if not n_timesteps or number < self.first_numbers[slots.first // slots.n]:  # it was ended early, or is older
             return

@@ -1,4 +1,7 @@
-"""The job of a worker: it builds environments and an agent from the user's factories, and runs rollouts."""
+"""The job of a worker: builds environments and agent, and runs rollouts.
+
+It builds them from the user's factories.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +183,10 @@ class RolloutJob:
         return RolloutReply(running, *now, cut, self.env.take_restarts() or None)
 
     def _revive_failed(self) -> list[int] | None:
-        """Starts episodes in environments that have failed in the rollout; returns which these are, None for none."""
+        """Starts episodes in environments that failed in the rollout.
+
+        Returns their indexes, or None if there are none.
+        """
         failed = self.env.failed_rows
         if not failed.size:
             return None
@@ -197,7 +203,10 @@ class RolloutJob:
         progress.groups = acquire(acting_agent, self._groups, own, progress.groups, slots.info("agent_info/"))
 
     def update(self, packed: Packed) -> tuple[int, ...]:
-        """Hands the agent an update; returns the versions of updates whose tensors it still has."""
+        """Gives the agent an update.
+
+        Returns the versions of updates whose tensors the agent still holds.
+        """
         with FailureGuard(self):
             update_agent(self.agent, self._inbox.unpack(packed))
         return self._inbox.held_versions()
@@ -282,7 +291,10 @@ class RolloutJob:
             raise
 
     def end_evaluation(self) -> dict[str, Any] | None:
-        """Ends the evaluation; returns its episodes, with `env_index` from 0 in this worker, or None without one."""
+        """Ends the evaluation; returns its episodes, or None without an evaluation.
+
+        `env_index` counts from 0 in this worker.
+        """
         evaluation, self._evaluation = self._evaluation, None
         return None if evaluation is None else evaluation.close()
 
@@ -314,7 +326,10 @@ class RolloutJob:
         env.set_lives(rule if settings.on_env_failure == RESTART else None)
 
     def _make_one(self, first: int, k: int, number: int, seed: int) -> Any:
-        """Makes environment k anew, for the given time; `first` is the index of environment 0 among all."""
+        """Makes environment k anew, for the `number`-th time.
+
+        `first` is the index of environment 0 among all.
+        """
         from rlstructs.rollout.makers import make_one  # imports gymnasium
 
         seed = life_seed(seed, first + k, number)
@@ -332,7 +347,10 @@ class RolloutJob:
         return row_env(env)
 
     def _seed(self, agent: RL_Agent, seed: int) -> None:
-        """Seeds an agent with this worker's agent seed, or with the seed of the environments if there is none."""
+        """Seeds an agent with this worker's agent seed.
+
+        With the seed of the environments if there is none.
+        """
         seed_agent(agent, int(seed) if self._agent_seed is None else self._agent_seed)
 
     def _make_agent(self, agent_args: dict[str, Any] | None = None) -> RL_Agent:
@@ -377,7 +395,9 @@ class Stoppable(Protocol):
 
 
 class FailureGuard:
-    """Raises the error of a failed request again at every later one, because the job stopped halfway.
+    """Raises the error of a failed request again at every later request.
+
+    The job stopped halfway, and cannot continue.
 
     An interrupt without processes is no failure: the batcher then asks for a reset.
     """

@@ -34,7 +34,10 @@ class JobSettings:
     first_worker: int = 0  # the index of the first of these workers among all
 
     def with_new_streams(self, worker: int, restart_number: int) -> JobSettings:
-        """The settings with new seeds for one worker, whose streams start anew for the `restart_number`-th time."""
+        """Returns the settings with new seeds for one worker.
+
+        Its streams start anew for the `restart_number`-th time.
+        """
         seeds = list(self.seeds)
         seeds[worker] = next_seed(seeds[worker], restart_number)
         agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)

@@ -1,4 +1,4 @@
-"""`Makers`: makes the environments and the agent of a worker from what `RL_Batcher.make` was given."""
+"""`Makers`: makes a worker's environments and agent from `RL_Batcher.make`'s arguments."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Makers:
 
         Raises:
             TypeError: the function makes no agent.
-            SpecError: the environments do not tell the space of their actions, which the agent needs.
+            SpecError: the environments have no action space, which the agent needs.
         """
         if self._agent is None:
             return RandomAgent(self._action_space())
@@ -122,7 +122,7 @@ def make_one(create_env: Callable[..., VecEnv], make_all: Callable[[], RowEnv], 
 
     Args:
         create_env: of the worker; `Makers.create_env` may be able to make one alone.
-        make_all: makes all of them with the same seed, and is called otherwise; the others are closed.
+        make_all: called otherwise; makes all of them with the same seed, of which all but one are closed.
         seed: of the environment.
         k: its index in the worker.
     """
@@ -137,7 +137,10 @@ def make_one(create_env: Callable[..., VecEnv], make_all: Callable[[], RowEnv], 
 
 
 def _without_check(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a factory, without gymnasium's wrapper that checks first calls and slows down all others."""
+    """Returns a factory without gymnasium's checker of first calls.
+
+    The checker would slow down all other calls.
+    """
     if not isinstance(make, partial) or make.func is not gymnasium.make or "disable_env_checker" in make.keywords:
         return make
     return partial(make, disable_env_checker=True)

@@ -1,4 +1,4 @@
-"""Finds and checks the output and the state of an agent in its first step."""
+"""Finds and checks an agent's output and state in its first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: in
     """Returns an agent's first output and its initial state, after checking both.
 
     Args:
-        agent: used for nothing else, because it may be called with another number of rows.
+        agent: an agent for this check alone, because it may be called with another number of rows.
         observation, info: n rows each, or an empty info; the agent gets copies.
         n: the number of environments.
     """
@@ -59,7 +59,7 @@ def check_rows(what: str, value: Any, n: int) -> DictTensor:
 
 
 def check_batch_first(name: str, agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor) -> None:
-    """Raises SpecError if a state is (layers, B, ...) and there are as many layers as environments.
+    """Raises SpecError if a state is (layers, B, ...) with B layers.
 
     The shape alone does not show it. An agent with such a state is called once more, with another number of rows. It is
     refused only if the result shows swapped axes, not if it raises: it may be made for one number of environments.
@@ -95,7 +95,7 @@ def check_batch_first(name: str, agent: RL_Agent, state: DictTensor, observation
 
 
 def _call_agent(agent: RL_Agent, state: DictTensor, observation: DictTensor, info: DictTensor) -> Any:
-    """Calls an agent with copies of the arguments, and an empty history if it needs one."""
+    """Calls an agent with copies, and an empty history if it requires one."""
     observation = observation.clone()
     if agent.require_history():
         return agent(state, observation, info.clone(), history=EmptyHistory.of(observation.clone()))
@@ -103,7 +103,10 @@ def _call_agent(agent: RL_Agent, state: DictTensor, observation: DictTensor, inf
 
 
 def _call_or_none(what: str, call: Callable[[], Any]) -> Any:
-    """Returns the result of a call, or None if it raises; an error about swapped axes becomes a SpecError."""
+    """Returns the result of a call, or None if it raises.
+
+    An error about swapped axes becomes a SpecError.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -116,7 +119,10 @@ def _call_or_none(what: str, call: Callable[[], Any]) -> Any:
 
 
 def _refuse_layers(what: str, state: Any, keys: list[str], n: int, n_layers: int) -> None:
-    """Raises SpecError if one of these keys of a state has its n environments on the second axis."""
+    """Raises SpecError if a state has its environments on the second axis.
+
+    Only these keys are checked; there are n environments.
+    """
     for key in keys if isinstance(state, DictTensor) else ():
         shape = tuple(state[key].shape) if key in state else ()
         if shape[:2] == (n_layers, n):
@@ -143,7 +149,7 @@ class Specs:
     state: dict[str, TensorSpec]
     # Empty moments of everything that the environment keeps statistics of.
     statistics: dict[str, Moments]
-    # What the user is warned of, if anything.
+    # A warning for the user, if any.
     hint: str | None = None
 
     def check_like(self, first: Specs, who: str) -> None:
@@ -161,7 +167,7 @@ class JobDescription(NamedTuple):
 
     Attributes:
         n_envs: how many environments it has.
-        specs: what its slots have to hold; None for workers that did not look for it.
+        specs: the specs of its slots; None for workers that did not look for them.
     """
 
     n_envs: int

@@ -60,7 +60,7 @@ class Progress:
     """The position at which a rollout stopped and the next one continues.
 
     Attributes:
-        observation: what the agent sees next, a row for each environment that runs.
+        observation: the agent's next observation, a row for each environment that runs.
         running: int64, the environments that run; 0..E-1 if all do.
         state: state of the agent; None before its first step after a reset.
         begins: int64, which of these rows begin with the agent's initial state, whatever `state` has there.
@@ -79,7 +79,7 @@ class Progress:
             first: their first observations.
 
         Returns:
-            Where all are now; the agent begins the new episodes with its initial state.
+            The progress of all of them; the agent begins the new episodes with its initial state.
         """
         running = np.concatenate([self.running, which])
         place, state = np.argsort(running), self.state
@@ -118,7 +118,7 @@ class WorkerProgress:
 
     def begin_episodes(self, observation: Rows, rows: Sequence[range]) -> None:
         """Continues with the first observation of all environments; `rows` are those of each group."""
-        self.next_steps += 1  # the number that is left out says that the next steps do not follow
+        self.next_steps += 1  # the skipped number shows that the next steps do not continue the last ones
         self.groups = [Progress(observation.take(np.array(own)), np.arange(len(own))) for own in rows]
 
     def revive(self, which: np.ndarray, first: Rows, rows: Sequence[range]) -> None:

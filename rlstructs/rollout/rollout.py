@@ -1,4 +1,4 @@
-"""One rollout: an agent acts in environments for up to T timesteps, and their slots are filled."""
+"""One rollout: an agent acts for up to T timesteps, and slots are filled."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def acquire(
 
 
 def _resume(rollout: Generator[None, None, Progress]) -> Progress | None:
-    """Runs a rollout until it waits or ends; returns where it stopped, None while it waits."""
+    """Runs a rollout until it waits or ends; returns where it stopped.
+
+    None while it waits.
+    """
     try:
         next(rollout)
     except StopIteration as end:
@@ -96,7 +99,10 @@ def _resume(rollout: Generator[None, None, Progress]) -> Progress | None:
 
 
 def _is_pythons(error: RuntimeError) -> bool:
-    """Whether Python made this error as a StopIteration left `run`, so that nothing called there raised it."""
+    """Whether Python made this error as a StopIteration left `run`.
+
+    Then nothing that was called there raised it.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -121,7 +127,10 @@ class Rollout:
         self._histories: list[weakref.ref[LazyCopies]] = []  # given to the agent, which may still hold some
 
     def run(self, group: SplitEnv | None = None) -> Generator[None, None, Progress]:
-        """Runs the rollout; yields while the environments step if they are one `group` of several."""
+        """Runs the rollout.
+
+        Yields while the environments step if they are one `group` of several.
+        """
         rows, info, state, steps, observe = self._begin()
         (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
@@ -174,7 +183,7 @@ class Rollout:
         return self._finish(t, rows, state, steps)
 
     def close(self) -> None:
-        """Copies what the agent still holds of its histories: the slots will be overwritten."""
+        """Copies the histories that the agent still holds: the slots will be overwritten."""
         for history in self._histories:
             settle(history)
 
@@ -199,7 +208,10 @@ class Rollout:
         return rows, info, state, steps, steps.view_observation if is_viewed else steps.copy_observation
 
     def _begin_state(self, info: DictTensor, n: int) -> DictTensor:
-        """The state of the agent in the n rows that run: an initial one where episodes begin."""
+        """Returns the agent's state in the n running rows.
+
+        It is an initial state where episodes begin.
+        """
         agent, progress = self._acting_agent.agent, self._progress
         if progress.state is None:
             return initial_state(agent, info, n)
@@ -228,7 +240,10 @@ class Rollout:
     def _skip_idle(
         self, t: int, rows: np.ndarray | None, idle: np.ndarray, before: DictTensor | None, state: DictTensor
     ) -> DictTensor:
-        """Notes the rows that only started an episode; returns the state, restored in these rows to before the step."""
+        """Notes the rows that only started an episode; returns the state.
+
+        In these rows it is restored to before the step.
+        """
         if self._needs_history:
             raise SpecError(
                 "agent: its history would hold steps that are no transitions; an agent that requires a history "
@@ -251,9 +266,11 @@ class Rollout:
     def _drop_stopped(
         self, t: int, rows: np.ndarray | None, step: Step, info: DictTensor, state: DictTensor
     ) -> tuple[np.ndarray, DictTensor, DictTensor]:
-        """Keeps the rows that still run, with their `agent_info` and state; the slots of the others end at t.
+        """Keeps the rows that still run, with their `agent_info` and state.
 
-        A step in which an environment has failed is none: its slot ends before it.
+        The slots of the others end at t.
+
+        A step in which an environment has failed does not count: its slot ends before it.
         """
         slots, kept = self._slots, step.kept
         assert kept is not None
@@ -273,13 +290,16 @@ class Rollout:
         slots.lengths[... if rows is None else rows] = t + 1
         left = np.arange(slots.n) if rows is None else rows
         slots.check_state(state, left.size)
-        # A copy: an update may write into what the agent returned, such as a view of a parameter.
+        # A copy: an update may write into the agent's result, such as a view of a parameter.
         progress = Progress(steps.copy_rows(t + 1, left), left, state.clone())
         slots.end(self._idle)
         return progress
 
 
 def initial_state(agent: RL_Agent, info: DictTensor, n: int) -> DictTensor:
-    """An agent's state for n environments, in memory of its own; the agent gets a copy of `info`."""
+    """Returns an agent's state for n environments, in memory of its own.
+
+    The agent gets a copy of `info`.
+    """
     state = agent.initial_state(info.clone(), n)
     return state.clone() if isinstance(state, DictTensor) else state

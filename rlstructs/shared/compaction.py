@@ -48,7 +48,10 @@ class Mover:
             flat.take(index, out=to, mode="clip")  # mode "raise" would write to a copy first
 
     def _index(self, n_timesteps: int, per_env: int, per_step: int) -> np.ndarray:
-        """Computes where steps come from in a flat array with these strides, int64 (n, n_timesteps)."""
+        """Computes the source of each step, int64 (n, n_timesteps).
+
+        It is an index into a flat array with these strides.
+        """
         # One index for both axes, because numpy is four times as fast with one as with two.
         key = n_timesteps, per_env, per_step
         index = self._indexes.get(key)
@@ -67,7 +70,10 @@ class Mover:
 
 
 def view_entries(array: np.ndarray) -> np.ndarray:
-    """Views an array (n, T, ...) as (n, T), each entry as opaque bytes, which numpy copies at once."""
+    """Views an array (n, T, ...) as opaque entries (n, T).
+
+    numpy copies each of them at once.
+    """
     if array.ndim > 2:
         array = array.reshape(*array.shape[:2], -1)
         return array.view(f"V{array.shape[2] * array.itemsize}")[..., 0]

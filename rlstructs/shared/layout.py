@@ -69,7 +69,7 @@ class Layout:
         return fields
 
     def packing(self) -> Packing:
-        """The packing of observations into blocks."""
+        """Returns the packing of observations into blocks."""
         return Packing(numpy_specs(self.observation))
 
     def _blocks(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

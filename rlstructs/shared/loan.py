@@ -53,7 +53,10 @@ class Loan(Mapping[str, torch.Tensor]):
         return other
 
     def close(self, why: str) -> None:
-        """Tells autograd that the views change, and refuses copies that were not made yet. Idempotent."""
+        """Ends the loan. Idempotent.
+
+        Autograd is told that the views change, and copies that were not made yet are refused, with the message `why`.
+        """
         if not self.is_open:
             return
         self.is_open = False

@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 
 
 def plain_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict that a module would have without its wrappers.
+    """Returns the state dict that a module would have without its wrappers.
 
     Names that `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel` add are removed at any
     depth. Parametrisations are applied: there is `weight` in place of `parametrizations.weight.original`.
@@ -73,7 +73,7 @@ def copy_plain(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _strip(module: torch.nn.Module) -> torch.nn.Module:
-    """Removes wrappers and parametrisations, in place; returns the module, or the one that it wraps."""
+    """Removes wrappers and parametrisations, in place; returns the plain module."""
     while (wrapped := _wrapped_name(module)) is not None:
         module = getattr(module, wrapped)
     if _is_parametrised(module):
@@ -116,7 +116,10 @@ def _wrapped_keys(info: Any) -> Iterator[tuple[str, str]]:
 
 
 def _wrapped_name(module: torch.nn.Module) -> str | None:
-    """The name under which a wrapper holds its module; None for a module that is no wrapper."""
+    """Returns the name under which a wrapper holds its module.
+
+    None if the module is not a wrapper.
+    """
     if COMPILED in module._modules:
         return COMPILED
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel)
@@ -124,7 +127,10 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
 
 
 def _places(module: torch.nn.Module, prefix: str, plain: str) -> Iterator[_Place]:
-    """Yields a module and all below it; below a wrapper only the wrapped module, below parametrisations nothing."""
+    """Yields a module and all modules below it.
+
+    Below a wrapper it yields only the wrapped module, below parametrisations nothing.
+    """
     wrapped = _wrapped_name(module)
     if wrapped is not None:
         yield _Place(prefix, None, module)  # for its own tensors, such as `n_averaged`
@@ -149,7 +155,10 @@ def _place_of(key: str, places: Mapping[str, _Place]) -> _Place:
 
 
 def _is_parametrised(module: torch.nn.Module) -> bool:
-    """Whether torch's parametrisations compute some of its tensors; a submodule of that name alone does not count."""
+    """Whether torch's parametrisations compute some of a module's tensors.
+
+    A submodule of the name `parametrizations` alone does not count.
+    """
     parts = getattr(module, "parametrizations", None)
     return isinstance(parts, torch.nn.ModuleDict) and all(
         isinstance(part, parametrize.ParametrizationList) for part in parts.values()

@@ -1,7 +1,8 @@
-"""Packs rows of observations into few arrays: all keys with one number per row share a record.
+"""Packs rows of observations into few arrays.
 
-An observation has about six keys of one number each (reward, flags, last action). Copying them one by one at every step
-would take longer than copying the observation itself; a record is copied at once.
+All keys with one number per row share a record. An observation has about six keys of one number each (reward, flags,
+last action). Copying them one by one at every step would take longer than copying the observation itself; a record is
+copied at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ RECORD = "\0record"
 
 
 class Packing:
-    """Says in which block each key lies, and where; independent of the order of the specs.
+    """The block of each key of an observation, and its place there.
+
+    Both are independent of the order of the specs.
 
     Args:
         specs: key -> row shape and dtype.
@@ -49,17 +52,23 @@ class Packing:
         self.blocks |= {key: spec for key, spec in specs.items() if key not in small}
 
     def views(self, blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Views of the values of all keys, in the order of the specs; as fast as one call of `view`."""
+        """Returns views of the values of all keys, in the order of the specs.
+
+        It is as fast as one call of `view`.
+        """
         record = blocks[RECORD].view(self.record) if RECORD in self.blocks else None
         return {key: blocks[key] if key in self.blocks else record[key] for key in self.specs}  # type: ignore[index]
 
     def view(self, blocks: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-        """A view of the values of a key in these blocks, with the dtype of the key."""
+        """Returns a view of a key's values in these blocks, with its dtype."""
         return blocks[key] if key in self.blocks else blocks[RECORD].view(self.record)[key]
 
 
 def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
-    """The dtype of a record with these fields: each is aligned to its size, the record to the widest field."""
+    """Returns the dtype of a record with these fields.
+
+    Each field is aligned to its size, the record to the widest field.
+    """
     offsets, offset = {}, 0
     # Sorted by name too, because environments in other processes may order their keys differently.
     for key, (_, dtype) in sorted(specs.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
@@ -90,7 +99,7 @@ class Rows:
 
     @classmethod
     def zeros(cls, packing: Packing, n: int) -> Rows:
-        """n rows of zeros."""
+        """Makes n rows of zeros."""
         return cls(packing, {name: np.zeros((n, *shape), dtype) for name, (shape, dtype) in packing.blocks.items()})
 
     @classmethod
@@ -102,14 +111,17 @@ class Rows:
         return rows
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """A view of the values of a key."""
+        """Returns a view of the values of a key."""
         return self.packing.view(self.blocks, key)
 
     def __len__(self) -> int:
         return next((len(block) for block in self.blocks.values()), 0)
 
     def take(self, index: Any) -> Rows:
-        """The rows at an index: views for a slice, copies for an array of indexes or a mask."""
+        """Returns the rows at an index.
+
+        They are views for a slice, copies for an array of indexes or a mask.
+        """
         return Rows(self.packing, {name: block[index] for name, block in self.blocks.items()})
 
     def join(self, other: Rows) -> Rows:
@@ -117,11 +129,11 @@ class Rows:
         return Rows(self.packing, {name: np.concatenate([b, other.blocks[name]]) for name, b in self.blocks.items()})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Views of the values of all keys, in the order of the specs."""
+        """Returns views of the values of all keys, in the order of the specs."""
         return self.packing.views(self.blocks)
 
     def tensors(self) -> DictTensor:
-        """Copies of the values of all keys, as tensors."""
+        """Copies the values of all keys to tensors."""
         return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
 
 

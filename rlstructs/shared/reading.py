@@ -87,7 +87,7 @@ class RecordedSteps:
         return tensor_of(taken, self.specs[name][1])
 
     def padding_value(self, name: str) -> Any:
-        """The value that fills the padding of a column."""
+        """Returns the value that fills the padding of a column."""
         if not self.poisons:
             return 0
         return BFLOAT16_NAN if self.specs[name][1] is torch.bfloat16 else poison(self.sources[name][0].dtype)
@@ -103,7 +103,9 @@ class RecordedSteps:
 
 
 class Finals:
-    """The final observations of the steps that ended an episode; copies each block at its first use.
+    """The final observations of the steps that ended an episode.
+
+    Each block is copied at its first use.
 
     Args:
         packing: says in which block a key lies.
@@ -117,7 +119,7 @@ class Finals:
         self._found: dict[str, np.ndarray] = {}
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """The final observations of a key, (K, ...)."""
+        """Returns the final observations of a key, (K, ...)."""
         is_block = key in self._packing.blocks
         name = key if is_block else RECORD
         if name not in self._found:
@@ -127,14 +129,17 @@ class Finals:
 
 
 def patch_finals(seen: np.ndarray, key: str, ends: Finals) -> torch.Tensor:
-    """Makes a private tensor `_observation/key` of all rows from the column of observations, (N, T+1, ...)."""
+    """Makes a private tensor `_observation/key` of all rows.
+
+    `seen` is the column of observations, (N, T+1, ...).
+    """
     following = np.array(seen[:, 1 : ends.n_timesteps + 1], order="C")
     put_at({key: following}, ends.rows, ends.times, {key: ends[key]})
     return torch.from_numpy(following)
 
 
 def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray]) -> dict[str, Source]:
-    """The sources of everything that is read.
+    """Returns the sources of everything that is read.
 
     Args:
         seen: key -> observations, (B, T+1, ...).
@@ -146,14 +151,17 @@ def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray])
 
 
 def specs_of_steps(observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The specs of everything that is read, in the order of `sources_of`."""
+    """Returns the specs of everything that is read, in the order of `sources_of`."""
     specs = {f"observation/{key}": spec for key, spec in observation.items()}
     specs |= {f"action/{key}": spec for key, spec in action.items()}
     return specs | {f"_observation/{key}": spec for key, spec in observation.items()}
 
 
 def blocks_of(packing: Packing, columns: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Views the columns with this prefix as blocks of observations, a record with its opaque dtype."""
+    """Views the columns with this prefix as blocks of observations.
+
+    A record has its opaque dtype.
+    """
     blocks = {}
     for name, (_, dtype) in packing.blocks.items():
         block = columns[prefix + name]

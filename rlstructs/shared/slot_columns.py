@@ -13,9 +13,10 @@ SEEN, ACTION, FINAL = "observation/", "action/", "_observation/"
 
 
 def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> dict[str, np.ndarray]:
-    """The content of slots, by column: these rows and the first timesteps; views where that is all of a column.
+    """Returns the content of slots, by column.
 
-    Of columns that are only valid where an environment was reset: these entries, in the order of `find_true`.
+    It has these rows and the first timesteps; views where this is all of a column. Columns that are only valid where an
+    environment was reset have only these entries, in the order of `find_true`.
     """
     index = slice(None) if rows.size == slots.n else rows
     reset = raw_of(slots.column("reset"))[index, :n_timesteps]
@@ -33,7 +34,10 @@ def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> dict[str, np
 
 
 def write_columns(slots: Slots, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-    """Writes what `columns_of` returned for as many rows of slots of the same layout to these rows."""
+    """Writes the result of `columns_of` to these rows.
+
+    It must have as many rows, from slots of the same layout.
+    """
     at, times = find_true(columns["reset"])
     slots.empty(rows)
     for field in slots.layout.fields:

@@ -1,6 +1,6 @@
-"""`Slots`: columns in a shared arena for the steps of rollouts, one slot per environment.
+"""`Slots`: shared columns for the steps of rollouts, one slot per environment.
 
-    observation     (N, T+1, ...)   what the agent saw at t; that at t + 1 is also the result of step t
+    observation     (N, T+1, ...)   what the agent saw at t; the one at t + 1 is also the result of step t
     _observation    (N, T, ...)     the final observation, only where step t reset an environment
     action/k        (N, T, ...)     the output of the agent
     agent_state/k, agent_info/k, env_info/k   (N, ...)   their values before the first step
@@ -45,7 +45,7 @@ STAGED_ENVS, STAGED_STEP, STAGED_ROLLOUT = 256, 256, 2**26
 
 
 class Slots:
-    """The slots `first` to `first + n - 1` in the bytes of an arena.
+    """The slots `first` to `first + n - 1` of an arena.
 
     Only the rollout writes to them; others read after it has ended.
 
@@ -82,15 +82,18 @@ class Slots:
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
 
     def column(self, name: str) -> torch.Tensor:
-        """A view of a whole column."""
+        """Returns a view of a whole column."""
         return self._columns[name]
 
     def info_of(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """Copies of the `agent_info/`, `env_info/` and `agent_state/` of these rows."""
+        """Copies the `agent_info/`, `env_info/` and `agent_state/` of these rows."""
         return {name: _rows(self._columns[name], rows) for name in self.layout.info}
 
     def info(self, prefix: str) -> DictTensor:
-        """Views of the columns with the prefix `agent_info/`, `env_info/` or `agent_state/`, named without it."""
+        """Views the columns with this prefix, by name without it.
+
+        The prefix is `agent_info/`, `env_info/` or `agent_state/`.
+        """
         return DictTensor.trusted(self._columns).truncate_key(prefix)
 
     def begin(self, rows: np.ndarray | None, state: DictTensor, is_read: bool = False) -> Steps:
@@ -121,7 +124,7 @@ class Slots:
         return self.n >= STAGED_ENVS and is_small
 
     def check_state(self, state: DictTensor, n: int) -> None:
-        """Raises unless an agent's state has n rows, and the keys, dtypes and shapes of its first one.
+        """Checks that an agent's state has n rows, and its first state's specs.
 
         Raises:
             TypeError, MissingKeyError, SpecError: it differs; the message names the key.
@@ -138,7 +141,10 @@ class Slots:
             raise SpecError(f"agent: state {sorted(unknown)} was not in its first one")
 
     def check_observation(self, rows: Rows) -> None:
-        """Raises MissingKeyError or SpecError unless observations have the keys, dtypes and shapes of the slots."""
+        """Checks that observations have the keys, dtypes and shapes of the slots.
+
+        Raises MissingKeyError or SpecError otherwise.
+        """
         wanted, found = self._packing.specs, rows.packing.specs
         check_same_keys("environment: observation", wanted, found)
         for key, spec in wanted.items():
@@ -156,13 +162,13 @@ class Slots:
         self._reset[index] = False
 
     def lose(self, rows: np.ndarray) -> None:
-        """Removes the rollout of a failed worker from these slots, and the state of its agent."""
+        """Removes a failed worker's rollout and agent state from these slots."""
         self.empty(rows)
         for key in self._states:
             raw_of(self._columns[STATE + key])[rows] = 0
 
     def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
-        """Writes a reset after step t: the final observations, and fresh ones at t + 1.
+        """Writes a reset after step t; the fresh observations go to t + 1.
 
         Args:
             t: the step.
@@ -178,7 +184,9 @@ class Slots:
             block[at, t + 1] = fresh.blocks[name]
 
     def end(self, idle: list[tuple[int, np.ndarray]]) -> None:
-        """Ends a rollout: moves its steps to the slots and closes the gaps of idle ones.
+        """Ends a rollout: moves its steps to the slots.
+
+        The gaps of idle steps are closed.
 
         Args:
             idle: ascending timesteps, each with the slots (k,) whose environment only started an episode in this step.
@@ -295,18 +303,19 @@ def _column(field: Field, buffer: mmap | memoryview) -> torch.Tensor:
     return torch.from_numpy(raw).view(field.dtype).view(field.shape)
 
 
-# Bytes of a cut, the rollout number below which a worker ends rollouts early; and the cut that ends all.
+# A cut is a rollout number: a worker ends rollouts below it early. Its size in bytes, and the cut that ends all.
 CUT_BYTES = 8
 ALL_ROLLOUTS = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class SlotBuffers:
-    """The places of the slot buffers in the arena, and after them of one cut per worker.
+    """The places of the slot buffers in the arena.
 
-    A worker ends every rollout early whose number is below its cut. It reads the cut without a lock: 8 aligned bytes,
-    which are whole on every processor, and nothing else is read by them, so it does no harm if they come late. Rows and
-    lengths are read after a message in a pipe, which orders memory on every processor, and so are updates of weights.
+    One cut per worker follows them. A worker ends every rollout early whose number is below its cut. It reads the cut
+    without a lock: its 8 aligned bytes are read whole on every processor, and a late value does no harm, because
+    nothing else depends on it. Rows, lengths and updates of weights are read after a message in a pipe, which orders
+    memory on every processor.
 
     Args:
         layout: the layout of each buffer.
@@ -329,12 +338,15 @@ class SlotBuffers:
         return self.n * self.layout.nbytes
 
     def slots(self, buffer: mmap, **arguments: Any) -> list[Slots]:
-        """The slots of every buffer; `arguments` are those of `Slots`."""
+        """Returns the slots of every buffer; `arguments` are those of `Slots`."""
         view = memoryview(buffer)
         return [Slots(self.layout, view[index * self._stride :], **arguments) for index in range(self.n)]
 
     def cuts(self, buffer: mmap) -> memoryview:
-        """The cuts, int64 (n_workers,); a worker reads its own after every step."""
+        """Returns the cuts, int64 (n_workers,).
+
+        A worker reads its own after every step.
+        """
         return memoryview(buffer)[self.n * self._stride : self.reserved_nbytes].cast("q")
 
     @property

@@ -1,4 +1,4 @@
-"""Sends the objects that `RL_Batcher.update` is given to workers, through shared memory.
+"""Sends the updates of `RL_Batcher.update` to workers, through shared memory.
 
 The trainer writes an update once for all workers, into a free region of the arena. A worker's tensors are views of the
 region, which it maps privately: nobody else sees what it writes to them. A region is overwritten only after every
@@ -55,7 +55,7 @@ class Parcel:
 
     @classmethod
     def of(cls, info: Any) -> Parcel:
-        """The parcel of an object that can be pickled."""
+        """Makes the parcel of an object that can be pickled."""
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(info)
@@ -63,7 +63,10 @@ class Parcel:
         return cls(tensors, pickler.nbytes, file.getvalue())
 
     def as_bytes(self) -> Parcel:
-        """A parcel with bytes in place of tensors, for transports that take only numpy arrays."""
+        """Returns a parcel with bytes in place of tensors.
+
+        Some transports take only numpy arrays.
+        """
         tensors = [
             (offset, tensor if isinstance(tensor, np.ndarray) else _bytes_of(tensor)) for offset, tensor in self.tensors
         ]
@@ -86,8 +89,8 @@ class Parcel:
 class Packer:
     """Packs objects one after another.
 
-    Pickling a state dict takes longer than copying the weights of a small network: that of one state dict is kept for
-    all that differ from it in numbers alone.
+    Pickling a state dict takes longer than copying the weights of a small network. So the pickle of a state dict is
+    kept for all that differ from it only in their numbers.
     """
 
     def __init__(self) -> None:
@@ -95,7 +98,10 @@ class Packer:
         self._kept: tuple[list[int], int, bytes] = [], 0, b""  # of a parcel: offsets, `nbytes`, `pickled`
 
     def pack(self, info: Any) -> Parcel:
-        """The parcel of an object, unless it is one; raises if it cannot be pickled."""
+        """Makes the parcel of an object; returns a `Parcel` unchanged.
+
+        Raises if the object cannot be pickled.
+        """
         if isinstance(info, Parcel):
             return info
         signature = _sign(info)
@@ -111,7 +117,10 @@ class Packer:
 
 
 def _sign(info: Any) -> Any:
-    """All of a flat dict of tensors but their numbers; None for any other object."""
+    """Describes a flat dict of tensors, without their numbers.
+
+    None for any other object.
+    """
     kind = type(info)
     if kind not in (dict, OrderedDict) or len({id(tensor) for tensor in info.values()}) < len(info):
         return None
@@ -149,7 +158,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(obj: Any) -> bool:
-    """Whether this is a tensor that shape, dtype and numbers describe; sparse and quantised ones are none."""
+    """Whether shape, dtype and numbers describe all of a tensor.
+
+    False for sparse and quantised tensors, and for other objects.
+    """
     is_tensor = type(obj) is torch.Tensor or type(obj) is torch.nn.Parameter
     return is_tensor and obj.layout == torch.strided and not obj.is_quantized
 
@@ -228,7 +240,7 @@ class Outbox:
         self.version = packed.version
 
     def read_last(self) -> Parcel | None:
-        """The last update, copied; None if there was none."""
+        """Copies the last update; None if there was none."""
         if not self._written:
             return None
         packed = self._written[-1][0]
@@ -237,14 +249,20 @@ class Outbox:
         return Parcel([(0, tensors)] if packed.nbytes else [], packed.nbytes, pickled)
 
     def forget(self, workers: Collection[int]) -> None:
-        """Forgets the requests to workers that were replaced; the new ones have got the last update."""
+        """Forgets the requests to workers that were replaced.
+
+        The new workers have got the last update.
+        """
         for _, asked in self._written:
             for each in asked:
                 if each.index in workers:
                     each.value = None
 
     def _find_place(self, nbytes: int, n_pickled: int) -> Packed:
-        """Finds a free place in the arena; waits while too many updates are not answered."""
+        """Finds a free place in the arena.
+
+        Waits while too many updates are unanswered.
+        """
         if len(self._written) > self._n_pending:
             self._settle(self._written[-self._n_pending - 1][1])
         self._written = [written for written in self._written if self._may_be_read(written[0])]
@@ -256,7 +274,10 @@ class Outbox:
         return place
 
     def _may_be_read(self, packed: Packed) -> bool:
-        """Whether an update is the last one, or a worker may still hold tensors of it."""
+        """Whether workers may still read an update.
+
+        True for the last one, and while a worker may hold tensors of it.
+        """
         replies = [asked for other, asked in self._written if other.version >= packed.version]
         return packed.version == self.version or not any(
             all(each.value is not None and packed.version not in each.value for each in asked) for asked in replies
@@ -269,7 +290,7 @@ class LocalUpdate(NamedTuple):
     Attributes:
         version: the number of updates so far, including this one.
         tensors: the bytes of its tensors, which nobody else writes to.
-        pickled: as of a `Parcel`.
+        pickled: see `Parcel`.
     """
 
     version: int
@@ -278,7 +299,9 @@ class LocalUpdate(NamedTuple):
 
 
 class LocalOutbox:
-    """The trainer's end where the agent is in the same process: updates are copied, not shared.
+    """The trainer's end for an agent in the same process.
+
+    Updates are copied, not shared.
 
     Attributes:
         version: the number of updates so far.
@@ -303,7 +326,7 @@ class LocalOutbox:
         self._last, self.version = packed, packed.version
 
     def read_last(self) -> Parcel | None:
-        """The last update, copied; None if there was none."""
+        """Copies the last update; None if there was none."""
         if self._last is None:
             return None
         _, tensors, pickled = self._last
@@ -339,7 +362,10 @@ class Inbox:
         return _Unpacker(io.BytesIO(pickled), raw).load()
 
     def _map(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Maps a region privately with its present content, or returns a mapping that still has this content."""
+        """Maps a region privately with its present content.
+
+        A mapping that still has this content is used again.
+        """
         place = offset, nbytes
         found = self._maps.pop(place, None)
         if found is None or _is_written(found):
@@ -350,7 +376,7 @@ class Inbox:
         return found
 
     def held_versions(self) -> tuple[int, ...]:
-        """The versions of updates whose tensors are still alive."""
+        """Returns the versions of updates whose tensors are still alive."""
         self._regions = {version: region for version, region in self._regions.items() if region() is not None}
         return tuple(self._regions)
 

@@ -1,8 +1,9 @@
-"""`Steps`, to which a rollout writes: the slots, or a stage beside them that is ordered by time.
+"""The memory to which a rollout writes its steps.
 
-In the slots the steps of an environment are contiguous, so those of one timestep lie in as many pages as there are
-environments. With a thousand environments, writing a few bytes to each page took longer than the agent.
-`make_staged_steps` makes private memory in which a timestep is contiguous; `Slots.end` moves it to the slots.
+`Steps` lie in the slots, or on a stage beside them that is ordered by time. In the slots the steps of an environment
+are contiguous, so those of one timestep lie in as many pages as there are environments. With a thousand environments,
+writing a few bytes to each page took longer than the agent. `make_staged_steps` makes private memory in which a
+timestep is contiguous; `Slots.end` moves it to the slots.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class Steps:
             put(column, (slice(None) if rows is None else rows, t), tensors[key])
 
     def view_observation(self, t: int, rows: np.ndarray | None) -> tuple[DictTensor, None]:
-        """Returns what these rows (None: all) see at t: views of all rows, copies of some.
+        """Returns the observations of these rows (None: all) at t.
+
+        Views for all rows, copies for some.
 
         Returns:
             The tensors; and None, as there is nothing to settle, see `copy_observation`.
@@ -122,7 +125,10 @@ class Steps:
         return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
     def target(self, t: int) -> Target:
-        """The target to which an environment may write the observations of all rows at t."""
+        """Returns the target for the observations of all rows at t.
+
+        An environment may write to it.
+        """
         found = self._targets.get(t)
         if found is None:
             rows = Rows(self._packing, {name: block[:, t] for name, block in self.observation.items()})
@@ -144,7 +150,9 @@ class Steps:
 
 
 class LazyCopies(Mapping[str, torch.Tensor]):
-    """Copies of tensors, made at their first use: copying all takes as long as a step of a small network.
+    """Copies of tensors, made at their first use.
+
+    Copying all of them takes as long as a step of a small network.
 
     Args:
         names: of the tensors.

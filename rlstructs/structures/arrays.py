@@ -24,7 +24,7 @@ class _Named(Protocol):
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as a numpy array, without a copy if it is on the CPU.
+    """Returns a tensor as a numpy array, without a copy on the CPU.
 
     Raises:
         TypeError: numpy lacks its dtype or layout.
@@ -36,7 +36,10 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def arrays_of(tensors: _Named, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Picks tensors by name, as arrays; see `as_array`. Others of a lease are not made."""
+    """Picks tensors by name, as arrays; see `as_array`.
+
+    Other tensors of a lease are not made.
+    """
     return {name: as_array(tensors[name]) for name in names if name in tensors}
 
 
@@ -83,9 +86,10 @@ def put(column: torch.Tensor, index: Any, values: torch.Tensor) -> None:
 
 
 def find_true(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns, int64 (K,), of the True entries of a mask (B, T), row by row.
+    """Returns rows and columns of the True entries of a mask (B, T).
 
-    Like `numpy.nonzero`, which takes twelve times as long for a mask of a hundred thousand entries.
+    int64 (K,) each, row by row. Like `numpy.nonzero`, which takes twelve times as long for a mask of a hundred thousand
+    entries.
     """
     flat = mask.reshape(-1).nonzero()[0]
     if not flat.size:
@@ -97,7 +101,10 @@ def find_true(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def put_at(
     arrays: Mapping[str, np.ndarray], rows: np.ndarray, times: np.ndarray, values: Mapping[str, np.ndarray]
 ) -> None:
-    """`arrays[key][rows, times] = values[key]` for every key of `values`; arrays (B, T, ...), values (K, ...)."""
+    """Sets `arrays[key][rows, times] = values[key]` for every key of `values`.
+
+    Arrays are (B, T, ...), values (K, ...).
+    """
     for key, new in values.items():
         array = arrays[key]
         if array.flags.c_contiguous:  # numpy is three times as fast with one index as with two

@@ -62,7 +62,7 @@ class DictTensor(TensorMap):
 
     @classmethod
     def trusted(cls, tensors: Mapping[str, torch.Tensor]) -> DictTensor:
-        """Wraps a flat mapping that is known to be right, without checks or a copy, for hot loops."""
+        """Wraps a valid flat mapping without checks or a copy, for hot loops."""
         made = cls.__new__(cls)
         made._tensors = tensors
         return made
@@ -103,7 +103,9 @@ class DictTensor(TensorMap):
         return picked.clone() if clone else picked
 
     def set(self, key: str, value: torch.Tensor) -> DictTensor:
-        """Adds or replaces a tensor (B, ...), in place; an empty object takes any B.
+        """Adds or replaces a tensor (B, ...), in place.
+
+        An empty object takes any B.
 
         Returns:
             This object.
@@ -144,7 +146,10 @@ class DictTensor(TensorMap):
         return DictTensor.trusted({key: tensor[index] for key, tensor in self._tensors.items()})
 
     def slice(self, index_from: int, index_to: int | None = None) -> DictTensor:
-        """Views of rows `index_from` to `index_to - 1`; with one argument, of that row without the batch axis."""
+        """Returns views of rows `index_from` to `index_to - 1`.
+
+        With one argument, of that row, without the batch axis.
+        """
         return self.index(index_from if index_to is None else slice(index_from, index_to))
 
     def unfold(self) -> list[DictTensor]:
@@ -153,7 +158,9 @@ class DictTensor(TensorMap):
 
     @staticmethod
     def cat(tensors: Iterable[DictTensor]) -> DictTensor:
-        """Concatenates the rows of all items in a copy; dtypes are promoted as in `torch.cat`.
+        """Concatenates the rows of all items in a copy.
+
+        Dtypes are promoted as in `torch.cat`.
 
         Raises:
             MissingKeyError, SpecError: the items differ in keys, row shapes or devices.
@@ -212,7 +219,9 @@ class DictTensor(TensorMap):
 
 
 def as_index(index: Index) -> Any:
-    """Converts an index to an int, a slice, or a tensor (K,) of int64 or bool.
+    """Converts an index to an int, a slice, or a tensor (K,).
+
+    The tensor is int64 or bool.
 
     Raises:
         IndexError: it is of another type.
@@ -243,7 +252,10 @@ def as_index(index: Index) -> Any:
 def check_copy(
     owner: str, target: TensorMap, source: TensorMap, source_index: Index, destination_index: Index
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns both indexes as int64 (K,); raises unless these rows of `source` fit those of `target`."""
+    """Returns both indexes as int64 (K,), after checking the rows.
+
+    Raises unless these rows of `source` fit the rows of `target`.
+    """
     indexes = as_index(source_index), as_index(destination_index)
     for name, part, index in zip(("source", "destination"), (source, target), indexes, strict=True):
         if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
@@ -265,10 +277,12 @@ def check_copy(
 
 
 def masked_tensor(tensor0: torch.Tensor, tensor1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A new tensor with row b of `tensor1` where `mask[b]` is set, and of `tensor0` elsewhere.
+    """Returns rows of `tensor1` where `mask` is set, otherwise of `tensor0`.
+
+    The result is a new tensor.
 
     A number between 0 and 1 blends two rows: `tensor0 * (1 - mask) + tensor1 * mask`, in the dtype of `tensor0`. All
-    other rows are exact for every dtype, and what is not selected has no influence, NaN included.
+    other rows are exact for every dtype, and rows that are not selected have no influence, even if they hold NaN.
 
     Args:
         tensor0: (B, ...).
@@ -344,6 +358,9 @@ def _check(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _hint_permuted(key: str, tensor: torch.Tensor, n: int) -> str:
-    """Says what to do about a tensor with n rows on its second axis; "" for any other."""
+    """Returns a hint for a tensor with n rows on its second axis.
+
+    "" for any other tensor.
+    """
     hint = hint_batch_first(tuple(tensor.shape), n)
     return hint and f"; {key!r} has shape {tuple(tensor.shape)}, expected ({n}, ...){hint}"

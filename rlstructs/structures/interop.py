@@ -143,7 +143,10 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
 
 
 def to_tensordict(tree: Mapping[str, Any], sizes: Sequence[int], device: torch.device | None = None) -> Any:
-    """Makes a `TensorDict` with batch axes of these sizes, or with none if a tensor has fewer axes."""
+    """Makes a `TensorDict` with batch axes of these sizes.
+
+    Without batch axes if a tensor has fewer axes.
+    """
     from tensordict import TensorDict
 
     leaves = list(_leaves(tree))

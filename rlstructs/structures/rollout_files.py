@@ -14,9 +14,9 @@ PART_NBYTES = 16 << 20
 
 
 def save_rollouts(folder: str | Path, rollouts: Iterable[Trajectories]) -> int:
-    """Writes rollouts to a folder while they come, a file for each 16 MB of them.
+    """Writes rollouts to a folder as they come, 16 MB to a file.
 
-    What is written stays after an error, a Ctrl-C or a SIGKILL: a file is there whole or not at all.
+    Written files remain after an error, a Ctrl-C or a SIGKILL: a file is either complete or absent.
 
     Args:
         folder: a new or empty folder.
@@ -46,7 +46,9 @@ def save_rollouts(folder: str | Path, rollouts: Iterable[Trajectories]) -> int:
 
 
 def load_rollouts(folder: str | Path) -> Iterator[Trajectories]:
-    """Reads what `save_rollouts` wrote, one file after the other; `Trajectories.load` reads all of them at once.
+    """Reads the files of `save_rollouts`, one after the other.
+
+    `Trajectories.load` reads all of them at once.
 
     Args:
         folder: the folder.
@@ -72,7 +74,7 @@ class RolloutFolder:
 
     Raises:
         FileError: the folder has files.
-        OSError: it is no folder, or there is no folder to put it in.
+        OSError: it is not a folder, or its parent folder does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -88,7 +90,7 @@ class RolloutFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Writes what is held, also after an error."""
+        """Writes the gathered rollouts, also after an error."""
         self._write()
 
     def add(self, rollout: Trajectories) -> None:

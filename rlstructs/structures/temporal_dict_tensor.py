@@ -1,4 +1,4 @@
-"""`TemporalDictTensor`: named tensors over a batch and a time axis, with a length for each row."""
+"""`TemporalDictTensor`: named tensors over batch and time, with a length per row."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class TemporalDictTensor(TensorMap):
     Attributes:
         lengths: int64 (B,), the number of valid steps of each row.
         first_steps: int64 (B,), the number of each row's first step in its environment's own count, -1 where that is
-            not known; None if none is. Batchers count on from one rollout to the next, and leave out a number where
-            steps do not follow those before; the count begins anywhere. Memories end an episode where a row does not
-            follow the one before. `==`, `numpy`, `jax`, `warp` and `to_tensordict` leave it out.
+            not known; None if none is known. The count begins at any number and continues from one rollout to the
+            next; it skips a number where steps do not continue the previous ones. Memories end an episode where a row
+            does not continue the previous one. `==`, `numpy`, `jax`, `warp` and `to_tensordict` leave it out.
 
     Raises:
         TypeError: a value is not a tensor.
@@ -80,7 +80,7 @@ class TemporalDictTensor(TensorMap):
     def trusted(
         cls, tensors: Mapping[str, torch.Tensor], lengths: torch.Tensor, first_steps: torch.Tensor | None = None
     ) -> TemporalDictTensor:
-        """Wraps a flat mapping, lengths and first steps that are known to be right, without checks or a copy."""
+        """Wraps valid tensors, lengths and first steps without checks or a copy."""
         made = cls.__new__(cls)
         made._tensors, made.lengths, made.first_steps = tensors, lengths, first_steps
         return made
@@ -134,7 +134,10 @@ class TemporalDictTensor(TensorMap):
         return cls.trusted(tensors, tensors.pop(LENGTHS), tensors.pop(FIRST_STEPS, None))
 
     def _content(self) -> dict[str, torch.Tensor]:
-        """The tree with zeros in the padding, whose values do not matter, and without the count of a batcher."""
+        """Returns the tree without padding values and without a batcher's count.
+
+        Zeros replace the padding, whose values do not matter.
+        """
         return self.zero_padding()._shown()
 
     def n_elems(self) -> int:
@@ -165,7 +168,7 @@ class TemporalDictTensor(TensorMap):
         return bool((self.lengths == self.n_timesteps()).all())
 
     def zero_padding(self) -> TemporalDictTensor:
-        """This object if it has no padding, otherwise a copy with zeros in the padding."""
+        """Returns this object, or a copy with zeros in its padding."""
         if self.full():
             return self
         mask = self.mask(torch.bool)
@@ -199,7 +202,10 @@ class TemporalDictTensor(TensorMap):
         return self
 
     def index(self, index: Index) -> TemporalDictTensor:
-        """The rows at `index`, as in `DictTensor.index`, but an int keeps the batch axis (1 x T)."""
+        """Returns the rows at `index`; an int keeps the batch axis (1 x T).
+
+        Otherwise as in `DictTensor.index`.
+        """
         index = as_index(index)
         if isinstance(index, int):
             index = slice(self._row(index), self._row(index) + 1)
@@ -208,7 +214,10 @@ class TemporalDictTensor(TensorMap):
         return self.trusted({key: rows[key] for key in self._tensors}, rows[LENGTHS], first_steps)
 
     def slice(self, index_from: int, index_to: int | None = None) -> TemporalDictTensor:
-        """Views of rows `index_from` to `index_to - 1`; with one argument, of that row as 1 x T."""
+        """Returns views of rows `index_from` to `index_to - 1`.
+
+        With one argument, of that row as 1 x T.
+        """
         return self.index(index_from if index_to is None else slice(index_from, index_to))
 
     def _row(self, row: int) -> int:
@@ -221,7 +230,10 @@ class TemporalDictTensor(TensorMap):
         return [self.slice(row) for row in range(self.n_elems())]
 
     def shorten(self) -> TemporalDictTensor:
-        """Views without the timesteps that are padding in every row; the lengths are a copy."""
+        """Returns views without the timesteps that are padding in every row.
+
+        The lengths are a copy.
+        """
         longest = int(self.lengths.max()) if self.lengths.numel() else 0
         steps = {key: t[:, :longest] for key, t in self._tensors.items()}
         return self.trusted(steps, self.lengths.clone(), _copy(self.first_steps))
@@ -241,11 +253,16 @@ class TemporalDictTensor(TensorMap):
         return self.trusted({key: t[:, index_from:index_to] for key, t in self._tensors.items()}, lengths, first)
 
     def temporal_index(self, index_t: int) -> DictTensor:
-        """Views of all B rows at time `index_t`, padding included; a negative time counts from T."""
+        """Returns views of all B rows at time `index_t`, padding included.
+
+        A negative time counts from T.
+        """
         return DictTensor.trusted({key: tensor[:, index_t] for key, tensor in self._tensors.items()})
 
     def temporal_multi_index(self, index_t: torch.Tensor | Sequence[int] | int) -> DictTensor:
-        """A copy of row b at time `index_t[b]`; `lengths - 1` gives the last valid steps.
+        """Returns a copy of row b at time `index_t[b]`.
+
+        `lengths - 1` gives the last valid steps.
 
         Args:
             index_t: integers (B,), or one time for all rows.
@@ -295,7 +312,9 @@ class TemporalDictTensor(TensorMap):
 
     @staticmethod
     def cat(tensors: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
-        """Concatenates the rows of all items in a copy, padded with zeros to the longest T.
+        """Concatenates the rows of all items in a copy.
+
+        Pads them with zeros to the longest T.
 
         Raises:
             MissingKeyError, SpecError: the items differ in keys, trailing shapes or devices.
@@ -320,7 +339,9 @@ class TemporalDictTensor(TensorMap):
         return torch.full_like(self.lengths, UNKNOWN) if self.first_steps is None else self.first_steps
 
     def copy_(self, source: TemporalDictTensor, source_indexes: Index, destination_indexes: Index) -> None:
-        """Copies rows of `source`, their lengths and first steps to rows of this object, in place.
+        """Copies rows of `source` to rows of this object, in place.
+
+        Their lengths and first steps too.
 
         Each row is copied up to its length; the rest of it becomes zeros.
 

@@ -1,4 +1,4 @@
-"""`Trajectories`: what is constant over each trajectory, and what varies with time."""
+"""`Trajectories`: data that are constant over each trajectory, and data that vary with time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlstructs.workers.public_names import set_module
 
 @set_module("rlstructs")
 class Trajectories(Structure):
-    """A pair: `info` with one row for each trajectory, and `trajectories`, B x T with lengths.
+    """A pair of `info`, one row per trajectory, and `trajectories`, B x T.
 
     Args:
         info: B rows, or empty.
@@ -71,7 +71,7 @@ class Trajectories(Structure):
 
     @classmethod
     def trusted(cls, info: DictTensor, trajectories: TemporalDictTensor) -> Trajectories:
-        """Wraps a pair that is known to fit, as it is."""
+        """Wraps a valid pair without checks."""
         made = cls.__new__(cls)
         made.info, made.trajectories = info, trajectories
         return made
@@ -181,9 +181,9 @@ class Trajectories(Structure):
 
     @classmethod
     def load(cls, path: str | Path) -> Trajectories:
-        """Reads a file that `save` wrote, or all files of a folder that `save_rollouts` wrote.
+        """Reads a file that `save` wrote, or a folder that `save_rollouts` wrote.
 
-        Nothing of a file is executed.
+        Nothing in a file is executed.
 
         Raises:
             FileError: a file was not written by `save`, is damaged, missing, or holds another class.

@@ -45,7 +45,10 @@ class Structure:
 
     @classmethod
     def _from_trusted(cls: type[S], tree: Tree) -> S:
-        """Makes a structure from a tree of `_tree`, without checks: they would read lengths, which waits for a GPU."""
+        """Makes a structure from a tree of `_tree`, without checks.
+
+        Checks would read lengths, which waits for a GPU.
+        """
         raise NotImplementedError
 
     def n_elems(self) -> int:
@@ -63,7 +66,7 @@ class Structure:
         return self._map(torch.clone)
 
     def to(self: S, device: torch.device | str, non_blocking: bool = False) -> S:
-        """Moves all tensors to a device; those that are there already are shared, not copied.
+        """Moves all tensors to a device; shares those that are there already.
 
         Args:
             device: the target.
@@ -76,7 +79,9 @@ class Structure:
         return _unpickle, (type(self), map_tree(to_picklable, self._tree()))  # torch cannot pickle every dtype
 
     def pin_memory(self: S) -> S:
-        """A copy in page-locked host memory, from which copies to a GPU can be asynchronous.
+        """Returns a copy in page-locked host memory.
+
+        Copies from there to a GPU can be asynchronous.
 
         Raises:
             RuntimeError: torch finds no accelerator.
@@ -200,7 +205,7 @@ class TensorMap(Structure):
         return self._tensors.items()
 
     def empty(self) -> bool:
-        """Whether there are no tensors; a structure with tensors of 0 rows is not empty."""
+        """Whether there are no tensors; tensors of 0 rows count as tensors."""
         return not self._tensors
 
     def __iter__(self) -> Iterator[str]:
@@ -290,7 +295,10 @@ def check_parts(kind: type[S], items: Iterable[S]) -> list[S]:
 
 
 def check_alike(owner: str, key: str, tensors: Iterable[torch.Tensor], axes: int) -> None:
-    """Raises SpecError unless the tensors of a key have the same device, and the same shape after `axes` axes."""
+    """Raises SpecError unless a key's tensors have the same device and shape.
+
+    Shapes may differ in the first `axes` axes.
+    """
     first: torch.Tensor | None = None
     for number, tensor in enumerate(tensors):
         first = tensor if first is None else first
@@ -310,7 +318,10 @@ def _unpickle(kind: type[S], tree: Tree) -> S:
 
 
 def put_rows(tensor: torch.Tensor, index: Any, values: torch.Tensor) -> None:
-    """Does `tensor[index] = values`, also for dtypes that torch cannot index, if both tensors have the same one."""
+    """Does `tensor[index] = values`, also for dtypes that torch cannot index.
+
+    Such tensors must have the same dtype.
+    """
     values, dtype = values.to(tensor.device), CARRIERS.get(tensor.dtype)
     if dtype is None or values.dtype != tensor.dtype:
         tensor[index] = values
@@ -324,7 +335,7 @@ def show(tensor: torch.Tensor) -> str:
 
 
 def show_fields(head: str, tensors: TensorMap, separator: str = ", ") -> str:
-    """Ends a repr that begins with `head` by each key, with its shape and dtype."""
+    """Completes a repr: appends each key with its shape and dtype to `head`."""
     return separator.join([head, *(f"{key}={show(tensor)}" for key, tensor in tensors.items())]) + ")"
 
 
@@ -338,7 +349,10 @@ def _equal_trees(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether shape, dtype and values are the same; NaN equals NaN, and devices may differ."""
+    """Whether shape, dtype and values are the same.
+
+    NaN equals NaN, and devices may differ.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     b = b.to(a.device)

@@ -1,4 +1,4 @@
-"""`check_agent`: checks that an agent does what rollouts and replays rely on."""
+"""`check_agent`: checks an agent's behaviour in rollouts and replays."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def check_agent(
     replay: bool = True,
     replayed: Sequence[str] = (),
 ) -> None:
-    """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on; raises at the first mistake.
+    """Runs an agent and checks all that `RL_Batcher` and `replay_agent` rely on.
+
+    Raises at the first mistake.
 
     It checks the methods, also `update` and `close`; the pickling of the factory; keys, dtypes, rows and devices of
-    states and outputs; that the seed decides the outputs; that a replay gives those that were recorded; and that an
-    agent with `takes_views` keeps no views of observations and writes into none. It warns if the factory seeds a global
+    states and outputs; that the seed decides the outputs; that a replay gives the recorded outputs; and that an agent
+    with `takes_views` keeps no views of observations and writes into none. It warns if the factory seeds a global
     random stream that the agent then draws from: the agents of all workers would draw the same numbers.
 
     Args:
@@ -58,8 +60,8 @@ def check_agent(
         update: an update as for `RL_Batcher.update`; if it is left out, the agent's `update` is not called.
         n_steps, seed: of a rollout; the seed is for the global random streams, and for `agent.seed`.
         replay: whether to check `replay_agent`.
-        replayed: names of outputs, such as logits, that a replay has to give whatever the agent did before; not of
-            random draws.
+        replayed: names of outputs, such as logits, that must not depend on what the agent did before the replay; not
+            of random draws.
 
     Raises:
         TypeError, SpecError: something is wrong; the message names the method or key, and says what to change.
@@ -86,7 +88,7 @@ def check_agent(
 
 
 class _AgentCheck:
-    """Makes equal agents, as workers do, and compares what they do."""
+    """Makes equal agents, as workers do, and compares their outputs."""
 
     def __init__(self, agent: Any, agent_args: dict[str, Any], agent_info: DictTensor | None, seed: int) -> None:
         self._make, self._info, self._seed = _factory(agent, agent_args), agent_info, seed
@@ -101,7 +103,10 @@ class _AgentCheck:
                 raise TypeError(f"{self._name} has no method {method}(){hint}")
 
     def check_calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
-        """Runs an agent on a source, then on 1, 2 and all of its rows; returns what the agent saw on the source."""
+        """Runs an agent on a source, then on fewer of its rows.
+
+        Of rows it takes 1, 2 and all. Returns what the agent saw on the source.
+        """
         agent = self._make_checked()
         script = record_script(agent, source, self._info, n_steps)
         first = script[0].observation
@@ -113,7 +118,10 @@ class _AgentCheck:
         return script
 
     def _check_batch_first(self, observation: DictTensor) -> None:
-        """Checks that no state has the shape (layers, B, ...), which looks right if there are B layers."""
+        """Checks that no state has the shape (layers, B, ...).
+
+        It looks right if there are B layers.
+        """
         agent, info = self._make_seeded(), repeat_row(self._info, observation.n_elems())
         with torch.no_grad(), evaluation_mode(agent):
             state = agent.initial_state(info.clone(), observation.n_elems())
@@ -137,7 +145,7 @@ class _AgentCheck:
         return rollouts[0]
 
     def check_streams(self, script: list[Moment]) -> None:
-        """Warns if an agent draws from a global stream that is in the same state whatever the worker's seed is."""
+        """Warns if an agent draws from a global stream seeded without the worker's seed."""
         self._make_seeded(self._seed + 1)
         elsewhere = WorkerStreams.of_this_process().roots
         agent = self._make_checked()
@@ -154,7 +162,10 @@ class _AgentCheck:
             )
 
     def check_replay(self, rollout: Recording, replayed: Sequence[str]) -> None:
-        """Checks that a replay gives the recorded outputs, also if the agent has acted before."""
+        """Checks that a replay gives the recorded outputs.
+
+        Also if the agent has acted before.
+        """
         keys = list(rollout.outputs[0].keys())
         if lacking := sorted(set(replayed) - set(keys)):
             raise SpecError(f"check_agent: replayed names {lacking}, but the agent's outputs are {keys}")
@@ -214,7 +225,10 @@ class _AgentCheck:
 
 
 def _factory(agent: Any, agent_args: dict[str, Any]) -> Callable[[], Any]:
-    """A function that makes agents as a worker does: from a pickled factory or a pickled agent."""
+    """Returns a function that makes agents as a worker does.
+
+    From a pickled factory or a pickled agent.
+    """
     if isinstance(agent, type) or not hasattr(agent, "initial_state"):
         if isinstance(agent, torch.nn.Module):
             raise TypeError(f"check_agent: needs an agent, got {type(agent).__name__}{MODULE_HINT}")

@@ -1,4 +1,4 @@
-"""`CheckedAgent`: checks what an agent returns, and raises if it is wrong."""
+"""`CheckedAgent`: checks the results of an agent, and raises if one is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ STATE, OUTPUT, NEXT_STATE = "the initial state", "the output", "the next state"
 
 
 class CheckedAgent:
-    """Calls an agent without gradients, in evaluation mode, and raises unless it returns what a rollout needs.
+    """Calls an agent, and raises unless it returns what a rollout needs.
+
+    The calls are without gradients, in evaluation mode.
 
     Args:
         agent: the agent.
@@ -44,7 +46,10 @@ class CheckedAgent:
     def step(
         self, state: DictTensor, observation: DictTensor, info: DictTensor, history: TemporalDictTensor | None = None
     ) -> tuple[DictTensor, DictTensor]:
-        """One step: the output and the next state. Only an agent that needs a history gets one."""
+        """Returns the output and the next state of one step.
+
+        Only an agent that requires a history gets one.
+        """
         n = observation.n_elems()
         where = f"{self._name}.__call__ of {_rows(n)}"
         seen, known = observation.clone(), info.clone()

@@ -1,4 +1,4 @@
-"""`CheckedEnv`: checks what a `VecEnv` returns, and raises if it is wrong."""
+"""`CheckedEnv`: checks the results of a `VecEnv`, and raises if one is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlstructs.structures.tree import equal, show
 ENDS = ("terminated", "truncated")
 DONE, START = "done", "initial_state"
 FLAGS = (DONE, *ENDS, START)
-# How many of the last observations are checked for later writes: few environments take turns with more buffers.
+# The number of last observations that are checked for later writes: few environments rotate through more buffers.
 REMEMBERED = 8
 
 
@@ -69,7 +69,7 @@ class CheckedEnv:
         return observation
 
     def step(self, action: DictTensor) -> tuple[DictTensor, DictTensor]:
-        """The result of a step, and the observation that the agent sees next."""
+        """Returns the result of a step, and the agent's next observation."""
         where, given = f"{self._name}.step", action.clone()
         result = self._env.step(action)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -190,7 +190,10 @@ def _check_numbers(where: str, key: str, tensor: torch.Tensor) -> None:
 def _find_starts(
     where: str, before: torch.Tensor, after: DictTensor, ended: torch.Tensor, absent: torch.Tensor
 ) -> torch.Tensor:
-    """Finds the environments that made no transition in a step, because they started an episode or waited for one."""
+    """Finds the environments that made no transition in a step.
+
+    They started an episode, or waited for one.
+    """
     starts = after[START] if START in after else torch.zeros_like(ended)
     if (wrong := ended & ~starts).any():
         raise SpecError(
@@ -224,10 +227,12 @@ def _check_ends(
     following: DictTensor,
     only_starts: torch.Tensor,
 ) -> torch.Tensor:
-    """Raises unless the agent sees next what the step led to, except where an episode ended.
+    """Raises unless the agent's next observation is the step's, except after an end.
+
+    An end is one of an episode.
 
     Returns:
-        Which of the environments that still run have ended their episode and start another only in their next step.
+        Which running environments have ended their episode and start another one only in their next step, bool.
     """
     done = done_of(after)
     stopped = torch.ones(before.numel(), dtype=torch.bool, device="cpu")
@@ -259,7 +264,10 @@ def _check_ends(
 
 
 def _check_row(where: str, environment: int, after: DictTensor, following: DictTensor, ended: bool) -> None:
-    """Checks one environment that still runs: what its step led to, and what the agent sees next, a row each."""
+    """Checks one environment that still runs.
+
+    One row each: `after`, the step's observation, and `following`, the agent's next one.
+    """
     starts = bool(following[START]) if START in following else ended
     if ended:
         if set_flags := [key for key in (DONE, *ENDS) if key in following and bool(following[key])]:
@@ -282,7 +290,10 @@ def _check_row(where: str, environment: int, after: DictTensor, following: DictT
 
 
 def done_of(after: DictTensor) -> torch.Tensor | None:
-    """Whether each row ended its episode in a step, bool (B,); None if no key tells."""
+    """Returns whether each row ended its episode in a step, bool (B,).
+
+    None if no key tells.
+    """
     if DONE in after:
         return after[DONE]
     ends = [after[key] for key in ENDS if key in after]
@@ -308,7 +319,10 @@ def _values(tensor: torch.Tensor) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value, for messages; of a tuple, the types of its parts."""
+    """Returns the type of a value, for messages.
+
+    Of a tuple, the types of its parts.
+    """
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__

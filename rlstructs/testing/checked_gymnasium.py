@@ -1,4 +1,7 @@
-"""Wrappers that check what gymnasium environments return, single and vectorised, before the library reads it."""
+"""Wrappers that check the results of gymnasium environments, single and vectorised.
+
+They come before the library reads the results.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def find_innermost(env: VecEnv) -> Any:
 
 
 def install_gymnasium_checks(env: VecEnv) -> None:
-    """Wraps the gymnasium environments below `env` so that they raise if they return something wrong."""
+    """Wraps the gymnasium environments below `env`, to check their results.
+
+    The wrappers raise if a result is wrong.
+    """
     inner = find_innermost(env)
     if isinstance(inner, GymEnv):
         inner._envs = [
@@ -68,7 +74,10 @@ def restarts_with_seed(env: VecEnv) -> bool:
 
 
 def seed_next_reset(env: VecEnv, seed: int) -> bool:
-    """Makes the next reset use the seeds of the first one; returns whether the environment takes seeds."""
+    """Makes the next reset use the seeds of the first one.
+
+    Returns whether the environment takes seeds.
+    """
     inner = find_innermost(env)
     if isinstance(inner, GymVectorEnv) and not inner._envs.took_seed:
         return False
@@ -84,7 +93,10 @@ def reset_by_mask(env: VecEnv) -> None:
 
 
 def keeps_state(env: Any) -> bool:
-    """Whether a wrapper keeps a running mean, which survives resets; True if it might, in another process."""
+    """Whether a wrapper keeps a running mean, which survives resets.
+
+    True if it might, in another process.
+    """
     while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
         if isinstance(env, RUNNING_MEANS):
             return True
@@ -136,7 +148,9 @@ class CheckedGym(gymnasium.Wrapper):  # type: ignore[misc]
 
 
 class CheckedVector:
-    """A gymnasium vector environment that raises if it returns something wrong; other attributes are passed on.
+    """A gymnasium vector environment that raises if it returns something wrong.
+
+    Other attributes are those of the wrapped environment.
 
     Args:
         envs: the vector environment.
@@ -175,7 +189,7 @@ class CheckedVector:
         return result
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Steps, and checks what the step returns."""
+        """Steps, and checks the results."""
         result = self.envs.step(actions)
         if not isinstance(result, tuple) or len(result) != 5:
             wanted = "(observations, rewards, terminations, truncations, infos)"
@@ -195,7 +209,7 @@ class CheckedVector:
         return result
 
     def _check_ends(self, rewards: Any, done: np.ndarray, infos: Any) -> None:
-        """Raises unless ends of episodes, and the steps after them, agree with the autoreset mode."""
+        """Raises unless episode ends, and the next steps, agree with the autoreset mode."""
         if self._mode is AutoresetMode.NEXT_STEP:
             paid = as_numpy(rewards).astype(np.float64) != 0
             if (wrong := self._ended & (done | paid)).any():
@@ -227,7 +241,10 @@ class CheckedVector:
                 )
 
     def _read(self, observations: Any) -> list[np.ndarray] | None:
-        """Copies the leaves of a batch; returns None if they cannot be read, for which `GymVectorEnv` raises."""
+        """Copies the leaves of a batch; None if they cannot be read.
+
+        In that case `GymVectorEnv` raises.
+        """
         try:
             found = [np.array(as_numpy(leaf.pick(observations))) for leaf in self._spaces.leaves]
         except (TypeError, ValueError, LookupError):

@@ -1,4 +1,4 @@
-"""`check_env`: checks that an environment does what rollouts rely on."""
+"""`check_env`: checks that an environment behaves as rollouts require."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rlstructs.testing.checked_gymnasium import (
 from rlstructs.testing.env_source import BY_RESET, EnvSource, close, env_source
 from rlstructs.testing.space_check import check_declared
 
-# What `episodes` and `evaluate` read from observations.
+# Keys of observations that `episodes` and `evaluate` read.
 STEP_KEYS = ("reward", "done")
 
 Act = Callable[[DictTensor], DictTensor]
@@ -53,12 +53,14 @@ def check_env(
     uses_seed: bool = True,
     keeps_state: bool = False,
 ) -> None:
-    """Runs an environment and checks all that `RL_Batcher` relies on; raises at the first mistake.
+    """Runs an environment and checks all that `RL_Batcher` relies on.
+
+    Raises at the first mistake.
 
     It checks:
     - the methods; `reset` at any time and by a mask; `close`, twice; that the factory can be pickled;
     - keys, dtypes, shapes and values of observations, which have to lie in the space if there is one; rewards;
-    - which environments run, the flags of episodes, and that a final observation is that of its own episode;
+    - which environments run, the flags of episodes, and that a final observation belongs to its own episode;
     - that observations do not change after they were returned;
     - that the seed alone decides what happens, separately for each environment, and nothing survives a reset with it;
     - that `reset` of a gymnasium environment does not ignore its seed;
@@ -189,7 +191,10 @@ class _Run:
         return first, again
 
     def run_in_parallel(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """Returns the observations until an episode ends; None if environments differ, or if there is only one."""
+        """Returns the observations until an episode ends.
+
+        None if environments differ, or if there is only one.
+        """
         seed_global_streams(seed, None)
         env = source.make(seed)
         with contextlib.closing(env) if source.is_new else contextlib.nullcontext():
@@ -270,7 +275,10 @@ def close_twice(env: Any, name: str) -> None:
 
 
 def _check_example(env: VecEnv, observation: DictTensor, name: str) -> None:
-    """Raises unless an example of the environment, if it has one, agrees with `reset`: memory is laid out by it."""
+    """Raises unless the environment's example, if any, agrees with `reset`.
+
+    Memory is allocated by the example.
+    """
     example = row_env(env).example()
     if example is not None and example.tensors().specs() != observation.specs():
         raise SpecError(f"{name}.example gives {example.tensors()!r}, reset gives {observation!r}")
@@ -299,12 +307,18 @@ class ParallelRun(Protocol):
     """Runs several environments with the same actions."""
 
     def run_in_parallel(self, source: EnvSource, seed: int, n_steps: int) -> list[DictTensor] | None:
-        """Returns the observations until an episode ends; None if environments differ, or if there is only one."""
+        """Returns the observations until an episode ends.
+
+        None if environments differ, or if there is only one.
+        """
         ...
 
 
 def check_separate_streams(source: EnvSource, run: ParallelRun, seed: int) -> None:
-    """Raises SpecError if all environments do the same with every seed, although the seed changes what they do."""
+    """Raises SpecError if all environments behave alike with every seed.
+
+    Only if the seed changes their behaviour at all.
+    """
     if not source.is_new or source.seeded_by == BY_RESET:  # each environment gets its own seed then
         return
     traces = []
@@ -327,9 +341,9 @@ def _differ(one: list[DictTensor], other: list[DictTensor]) -> bool:
     return any(not equal(tensor, theirs[key]) for mine, theirs in pairs for key, tensor in mine.items())
 
 
-# Keys that say how a step went; the others hold what the agent sees.
+# Keys with the result of a step; the others hold the agent's observation.
 NOT_SEEN = ("reward", "raw_reward", "done", "terminated", "truncated", "initial_state")
-# How many episodes must have ended before it is an error that all their ends look wrong.
+# If all episode ends look wrong, it is an error only after so many episodes.
 MIN_ENDS = 2
 
 
@@ -346,7 +360,7 @@ class FinalObservations:
     def __init__(self, name: str) -> None:
         self._name = name
         self._n_same = self._n_others = 0
-        # What the agent saw last, and the environments that its rows belong to.
+        # The agent's last observation, and the environments of its rows.
         self._seen, self._rows = DictTensor(), np.zeros(0, np.int64)
         # By environment: the last two observations of an episode that ended, until the next step starts another one.
         self._ended: dict[int, tuple[DictTensor, DictTensor]] = {}
@@ -360,8 +374,8 @@ class FinalObservations:
         """Compares the episodes that end or begin in a step.
 
         Args:
-            before, after: the environments that were stepped, and what the step led to.
-            left, following: those that still run, and what the agent sees of them next.
+            before, after: the environments that were stepped, and the observation after the step.
+            left, following: those that still run, and the agent's next observation of them.
         """
         done = done_of(after)
         if done is None:

@@ -41,7 +41,7 @@ class EnvSource:
 
 
 def env_source(env: Any, env_args: dict[str, Any]) -> EnvSource:
-    """The source for what `check_env` was given.
+    """Returns the source for the argument of `check_env`.
 
     Raises:
         TypeError, SpecError: it is no environment and no factory, or a worker could not use the factory.
@@ -135,7 +135,10 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _names(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name; True for one written in C, which has no signature."""
+    """Whether a function has a parameter of this name.
+
+    True for a function in C without a signature.
+    """
     parameters = _parameters(function)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return parameters is None or any(p.name == name and p.kind in named for p in parameters)
@@ -149,7 +152,10 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _check_vec_env(env: Any, name: str) -> VecEnv:
-    """Returns the environment, or raises TypeError or SpecError unless it has the methods of a `VecEnv`."""
+    """Returns the environment; raises unless it has the methods of a `VecEnv`.
+
+    The error is a TypeError or SpecError.
+    """
     for method in ("n_envs", "reset", "step", "close"):
         if not callable(getattr(env, method, None)):
             hint = ", put it into a GymVectorEnv" if hasattr(env, "single_action_space") else ""

@@ -54,7 +54,7 @@ class Fault:
         seconds: how long "hang" and "child" last, at most.
         in_c: "hang" stays in C, so that no signal handler and no other thread runs. On Linux only.
         ignore_sigterm: only SIGKILL ends "hang".
-        limit: bytes that "allocate" takes; None for all the memory there is, which can bring a machine down.
+        limit: bytes that "allocate" takes; None for all available memory, which can crash the machine.
         fork: "child" is a fork of the worker, with all its descriptors, instead of a new program.
 
     Raises:
@@ -105,7 +105,7 @@ class Fault:
 
 
 class Damage:
-    """Carries out faults, and keeps what they leave behind in a process: children and memory.
+    """Carries out faults, and keeps their children and memory in a process.
 
     Attributes:
         children: pids of the processes that "child" faults started.

@@ -16,7 +16,7 @@ from rlstructs.workers.public_names import set_module
 # Indexes of the numbers in an observation.
 ENV_INDEX, GENERATION, EPISODE, AT, CHECKSUM = range(5)
 N_FIELDS = 5
-# The generation is the restart number of the worker, and so much more for each time that the environment was made anew.
+# The generation is the worker's restart number, plus this number for each time that the environment was made anew.
 LIFE = 4096
 N_ACTIONS = 5
 

@@ -1,4 +1,4 @@
-"""Checks that a batcher hands out exactly what its `FaultyEnv`s did."""
+"""Checks that a batcher hands out exactly the transitions of its `FaultyEnv`s."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FIELDS = ("environment", "generation", "episode", "step")
 
 
 def verify(trajectories: Trajectories) -> None:
-    """Checks that every transition of a batch of `FaultyEnv`s happened, and followed the one before it.
+    """Checks that each transition of `FaultyEnv`s happened, and followed the one before.
 
     Args:
         trajectories: from `RL_Batcher.get`; only valid steps are checked.
 
     Raises:
-        AssertionError: one did not; the message names the first such transition and its mistake.
+        AssertionError: one is wrong; the message names the first such transition and its mistake.
 
     Example:
         >>> from rlstructs import RandomAgent, RL_Batcher
@@ -83,13 +83,16 @@ class _Observed:
         return cls(fields, numbers, *rest)
 
     def checksums(self, action: np.ndarray) -> np.ndarray:
-        """The right checksums, where `action` is the one before plus 1, or 0 after a reset."""
+        """Returns the right checksums for these actions.
+
+        `action` is the previous one plus 1, or 0 after a reset.
+        """
         env_index, generation, episode, step = (self.numbers[..., k] for k in range(CHECKSUM))
         return checksum_of(env_index, generation, episode, step, action)
 
 
 def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[tuple[str, np.ndarray]]:
-    """Every possible mistake, and in which transitions (B, T) it is there."""
+    """Yields every possible mistake, and the transitions (B, T) that have it."""
     action = as_array(batch.trajectories["action/action"])
     env_index = as_array(batch.info["env_index"])[:, None]
     mine, theirs = seen.numbers, after.numbers
@@ -118,7 +121,7 @@ def _wrong(batch: Trajectories, seen: _Observed, after: _Observed) -> Iterator[t
 
 @set_module("rlstructs.testing")
 class Ledger:
-    """Verifies batch after batch that no transition is handed out twice and none is left out.
+    """Verifies that batches hold every transition exactly once.
 
     Transitions may be missing only where a worker was replaced, because its successor begins anew, where an
     environment was made anew, and where the batcher was reset; call `Ledger.reset` then.
@@ -145,7 +148,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.n_transitions = 0
-        # Of the next observation: restart number of the worker, lives of the environment before, episode and step.
+        # Of the next observation: the worker's restart number, the environment's restarts, episode and step.
         self._reached: dict[int, Place] = {}
         self._n_resets = 0
         self._n_resets_known: dict[int, int] = {}

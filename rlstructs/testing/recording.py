@@ -1,4 +1,7 @@
-"""Records what an agent sees and does in a few steps, without workers and slots."""
+"""Records an agent's inputs and outputs in a few steps.
+
+There are neither workers nor slots.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Moment:
     Attributes:
         rows: int64 (B',), the environments that run.
         observation: B' rows.
-        after: B' rows, what the step led to.
+        after: B' rows, the observation after the step.
     """
 
     rows: torch.Tensor
@@ -36,7 +39,7 @@ class Recording:
     """An agent's recorded actions.
 
     Attributes:
-        script: what it saw.
+        script: its inputs.
         info: B rows, or empty.
         state: the first one, B rows.
         outputs: copies of the output of each step.
@@ -87,7 +90,7 @@ class Recording:
 
 
 class _Example:
-    """An environment that shows the rows of one observation in turn."""
+    """An environment that returns the rows of one observation in turn."""
 
     def __init__(self, observation: DictTensor) -> None:
         self._observation = observation
@@ -107,7 +110,7 @@ class _Example:
 def record_script(
     agent: CheckedAgent, source: DictTensor | VecEnv, agent_info: DictTensor | None, n_steps: int
 ) -> list[Moment]:
-    """Lets an agent act on a source, and returns what the agent saw.
+    """Lets an agent act on a source, and returns the agent's inputs.
 
     Args:
         agent: the agent.
@@ -137,11 +140,11 @@ def record_script(
 def record_rollout(
     agent: CheckedAgent, script: list[Moment], agent_info: DictTensor | None, overwrite: bool = False
 ) -> Recording:
-    """Lets an agent act on given observations, and returns what the agent did.
+    """Lets an agent act on given observations, and returns its actions.
 
     Args:
         agent: the agent.
-        script: what the agent is to see.
+        script: the agent's inputs.
         agent_info: one row.
         overwrite: whether to overwrite the observations at the end, as a worker does.
     """

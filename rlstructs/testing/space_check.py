@@ -18,12 +18,14 @@ from rlstructs.envs.spaces import Leaf, list_leaves
 from rlstructs.errors import SpecError
 from rlstructs.structures.dict_tensor import DictTensor
 
-# How far a float may lie outside a bound, as a share of the bound: the error of rounding to float32.
+# A float may lie outside a bound by this share of the bound: the error of rounding to float32.
 TOLERANCE = 1e-6
 
 
 class SpaceCheck:
-    """Raises if an observation is not in its space; shapes and dtypes are checked elsewhere, when it is read.
+    """Raises if an observation is not in its space.
+
+    Shapes and dtypes are checked elsewhere, when the observation is read.
 
     Args:
         space: of one observation.
@@ -73,7 +75,10 @@ def check_declared(env: Any, observation: DictTensor, name: str) -> None:
 
 
 def check_values(what: str, leaf: Leaf, values: np.ndarray) -> None:
-    """Raises SpecError unless numbers lie in the space of a leaf; they may have more axes in front."""
+    """Raises SpecError unless numbers lie in the space of a leaf.
+
+    They may have more axes in front.
+    """
     if values.dtype.kind == "f" and np.isnan(values).any():
         raise SpecError(f"{what} holds NaN{_at(np.isnan(values))}, which is in no space")
     low, high = _bounds(leaf.space)

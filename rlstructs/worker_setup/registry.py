@@ -32,7 +32,10 @@ class Registered:
 
 
 class DeferredEntryPoint:
-    """An entry point that is unpickled when its environment is made, so that a worker imports no others."""
+    """An entry point that is unpickled when its environment is made.
+
+    A worker therefore imports no other environments.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -45,7 +48,7 @@ class DeferredEntryPoint:
 
     @functools.cached_property
     def _value(self) -> Any:
-        """The entry point, unpickled once: what it remembers, it remembers from one environment to the next."""
+        """The entry point, unpickled once, so that its state is kept between environments."""
         return loads(self._data)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -72,7 +75,10 @@ def read_registry() -> Registered:
 
 
 def register(registered: Registered) -> None:
-    """Registers environments in this process; replaces gymnasium's own ids, and keeps all other known ids."""
+    """Registers environments in this process.
+
+    Replaces gymnasium's own ids, and keeps all other known ids.
+    """
     if not registered.specs:
         return
     # Modules that are imported later may register these ids again.
@@ -89,7 +95,7 @@ def _is_gymnasiums(spec: Any) -> bool:
 
 
 def _resolve(spec: Any, named: dict[str, Any]) -> Any:
-    """Returns the spec, or a copy of it, with entry points that a worker can find.
+    """Returns the spec, or a copy, with entry points that workers can find.
 
     Entry points in the main script stay text, and the objects that they and the wrappers name are added to `named`.
     Those in a module that is pickled by value (`cloudpickle.register_pickle_by_value`) are replaced by the objects.
@@ -107,7 +113,10 @@ def _resolve(spec: Any, named: dict[str, Any]) -> Any:
 
 
 def _resolve_entry_point(entry_point: Any, named: dict[str, Any]) -> Any:
-    """Returns what to send for an entry point; adds the object that it names in the main script to `named`."""
+    """Returns what to send for an entry point.
+
+    If it names an object of the main script, adds that object to `named`.
+    """
     if callable(entry_point) and not isinstance(entry_point, DeferredEntryPoint) and not _is_in_script(entry_point):
         try:
             return DeferredEntryPoint(dumps(entry_point))
@@ -134,7 +143,10 @@ def _is_in_script(entry_point: Any) -> bool:
 
 
 def _is_by_value(module_name: str) -> bool:
-    """Whether cloudpickle sends the code of a module, because it or its package was registered for that."""
+    """Whether cloudpickle sends the code of a module.
+
+    It does if the module or its package was registered for that.
+    """
     parts = module_name.split(".")
     packages = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
     return bool(packages & cloudpickle.list_registry_pickle_by_value())

@@ -1,4 +1,4 @@
-"""Sets up every worker before it makes anything of the user's.
+"""Sets up every worker before it makes the user's objects.
 
 Workers take over settings of numpy, torch, jax and gymnasium that change numbers, warnings or logs.
 
@@ -23,8 +23,8 @@ from rlstructs.worker_setup.registry import Registered
 from rlstructs.workers import start
 from rlstructs.workers.settings import Setting, Table, after_import, read_settings, write_settings
 
-# How float32 is multiplied: older names before newer ones, which exist from torch 2.9 on. Each follows from those
-# before it unless it is set itself, and torch refuses to set older ones where newer ones differ.
+# The precision of float32 products: older names before newer ones, which exist from torch 2.9 on. Unless it is set
+# itself, each follows from the ones before it, and torch refuses to set older ones where newer ones differ.
 OLDER_PRECISIONS = ("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32")
 PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 NEWER_PRECISIONS = ("backends.fp32_precision", *(f"backends.{name}.fp32_precision" for name in PRECISIONS))
@@ -113,7 +113,10 @@ def _set_determinism(mode: bool, warn_only: bool) -> None:
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread's processor rounds denormal numbers to 0; torch has no function that tells."""
+    """Whether this thread's processor rounds denormal numbers to 0.
+
+    torch has no function that tells.
+    """
     return sys.float_info.min * float("0.5") == 0.0
 
 
@@ -143,7 +146,9 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """Copies the trainer's settings and registrations to a worker, and seeds its global random streams; picklable.
+    """Copies the trainer's settings and registrations to a worker; picklable.
+
+    Also seeds the worker's global random streams.
 
     Args:
         seed: called with the index of the worker; seeds the streams.
@@ -166,7 +171,10 @@ class WorkerSetup:
 
 
 def _use_one_thread() -> None:
-    """Sets one torch thread: W workers with a thread for each core each would compete for the cores."""
+    """Makes torch use one thread.
+
+    W workers with a thread for each core would compete for the cores.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -180,7 +188,10 @@ def check_init_worker(init_worker: Callable[[int], object] | None) -> Callable[[
 
 
 def check_start_method(start_method: Any) -> None:
-    """Raises SpecError unless this is the name of a start method, or None for the default."""
+    """Raises SpecError unless this is a start method's name or None.
+
+    None stands for the default.
+    """
     try:
         start.check_start_method(start_method)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Checks the arguments of `SharedVectorEnv`, and what its environments have in common."""
+"""Checks the arguments of `SharedVectorEnv`, and that its environments agree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def check_group_count(n_groups: int, n_envs: int) -> int:
 
 
 def check_observation_mode(mode: Any) -> Spaces | None:
-    """Returns the observation spaces of all environments and of one; None if environments' own spaces count.
+    """Returns the observation spaces of all environments and of one.
+
+    None if the environments' own spaces count.
 
     Raises:
         SpecError: `mode` is neither two spaces nor "same" nor "different".
@@ -66,7 +68,9 @@ def check_observation_mode(mode: Any) -> Spaces | None:
 
 
 def choose_worker_count(n_workers: int | None, n_envs: int, max_concurrency: int | None = None) -> int:
-    """Returns the number of workers, at most `n_envs`; by default one for each core that may be used.
+    """Returns the number of workers, at most `n_envs`.
+
+    By default one for each core that may be used.
 
     Args:
         n_workers: as the user gave it.
@@ -107,7 +111,9 @@ def check_autoreset_mode(mode: AutoresetMode | str) -> AutoresetMode:
 
 
 def expand_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
-    """Returns a seed or None for each environment: `seed + k`, or those of the sequence.
+    """Returns a seed or None for each environment.
+
+    `seed + k`, or the entries of the sequence.
 
     Raises:
         SpecError, TypeError: the sequence has another length, or a seed is no int.
@@ -161,7 +167,10 @@ def check_env_ids(call: str, env_ids: Sequence[int] | np.ndarray | None, n_envs:
 
 
 def expand_values(values: Any, n_envs: int) -> list[Any]:
-    """Returns a value for each environment: those of a list or tuple, or the same value for all."""
+    """Returns a value for each environment.
+
+    Either the entries of a list or tuple, or the same value for all.
+    """
     if not isinstance(values, (list, tuple)):
         return [values] * n_envs
     if len(values) != n_envs:
@@ -174,7 +183,10 @@ class OtherSpacesError(SpecError, RuntimeError):
 
 
 class Description(NamedTuple):
-    """Attributes of the first environment; `bounds_differ` allows the others other bounds of observations."""
+    """Attributes of the first environment.
+
+    `bounds_differ` allows the others to have other bounds of observations.
+    """
 
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
@@ -202,7 +214,10 @@ def innermost(env: Any) -> Any:
 
 
 def copy_if_taken(env: Any, taken: set[int]) -> Any:
-    """Copies an environment that is taken already: `[lambda: env] * n` is common, and works in n processes."""
+    """Copies an environment that was given before.
+
+    `[lambda: env] * n` is common, and works in n processes.
+    """
     if id(innermost(env)) in taken:
         try:
             env = copy.deepcopy(env)

@@ -1,4 +1,4 @@
-"""The columns that environments and trainer exchange at every step, over one block of bytes.
+"""Columns that environments and trainer exchange at every step, in shared bytes.
 
     observations    (N, ...)   an array for each leaf of the space, unless it is a text, graph or the like
     rewards         (N,)       float64
@@ -39,7 +39,7 @@ ALL = slice(None)
 
 
 class Outcome(NamedTuple):
-    """Results of a step or reset of some environments that are not in the columns.
+    """Results of a step or reset of some environments, outside the columns.
 
     Attributes:
         infos: pairs of an environment's index and an info that is not empty, in gymnasium's order.
@@ -68,7 +68,10 @@ def merge_infos(env: VectorEnv, outcomes: Iterable[Outcome]) -> dict[str, Any]:
 
 
 def merge_some_infos(envs: np.ndarray, outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """Merges infos into arrays with a row for each of these environments; `env_id` holds their indexes."""
+    """Merges infos into arrays with a row for each of these environments.
+
+    `env_id` holds their indexes.
+    """
     batch = VectorEnv()
     batch.num_envs = envs.size
     infos = _merge(batch, {env: row for row, env in enumerate(envs.tolist())}, outcomes)
@@ -77,7 +80,10 @@ def merge_some_infos(envs: np.ndarray, outcomes: Iterable[Outcome]) -> dict[str,
 
 
 def split_infos(envs: Iterable[int], outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """The info of each of these environments, in their order; what an environment does not tell is an empty dict."""
+    """Returns the info of each of these environments, in their order.
+
+    An empty dict for an environment without one.
+    """
     found: dict[int, dict[str, Any]] = {env: {} for env in envs}
     for outcome in outcomes:
         for env, info in outcome.infos:
@@ -148,7 +154,7 @@ class Objects:
         self._leaves = [leaf for leaf in flatten_space(space) if not leaf.is_array]
         self._values: list[list[Any]] = [[None] * n_envs for _ in self._leaves]
         self._n_envs = n_envs
-        # What gymnasium makes batches in, where it uses that at all: making it takes longer than a step.
+        # An empty batch for gymnasium, if it uses one at all: making it takes longer than a step.
         self._empty = [create_empty_array(leaf.space, n=n_envs) for leaf in self._leaves]
 
     def __bool__(self) -> bool:
@@ -176,7 +182,10 @@ class Objects:
         return list(map(list, zip(*columns, strict=True)))
 
     def put(self, pairs: Sequence[tuple[int, list[Any]]]) -> None:
-        """Keeps the newest values of environments: pairs of an index and of what `pick` returned."""
+        """Keeps the newest values of environments.
+
+        `pairs` are an index and the result of `pick`.
+        """
         for at, values in enumerate(self._values):
             for env, picked in pairs:
                 values[env] = picked[at]
@@ -317,7 +326,9 @@ def _keep(value: Any) -> Any:
 
 
 class Actions:
-    """Stores actions in the dtypes in which they are given, which may differ from those of the space.
+    """Stores actions in the dtypes in which they are given.
+
+    These may differ from the dtypes of the space.
 
     Args:
         space: of one environment.
@@ -355,12 +366,18 @@ class Actions:
         return self._split_arrays([self._view(at, letter)[envs].copy() for at, letter in enumerate(types)])
 
     def copy(self, actions: Any, n: int) -> list[Any]:
-        """Returns a copy of the action of each of n environments, as `write` and `read` do, or `split`."""
+        """Returns a copy of each of n environments' actions.
+
+        As `write` and `read` do, or `split`.
+        """
         arrays = [np.array(values, values.dtype.char, order="C") for values in self._find_arrays(actions, n)]
         return self._split_arrays(arrays) if arrays else self.split(actions, n)
 
     def _find_arrays(self, actions: Any, n: int) -> list[np.ndarray]:
-        """The array of each leaf of a batch of n actions; empty if one is not an array of numbers."""
+        """Returns the array of each leaf of a batch of n actions.
+
+        Empty if one is not an array of numbers.
+        """
         found: list[np.ndarray] = []
         for leaf, shape in zip(self._leaves, self._shapes, strict=True) if self._has_arrays else ():
             try:
@@ -376,7 +393,7 @@ class Actions:
         return list(arrays[0]) if self._is_plain else nest_rows(self._space, iter(arrays), len(arrays[0]))
 
     def split(self, actions: Any, n: int) -> list[Any]:
-        """Splits a batch of actions into one for each of n environments, as gymnasium does.
+        """Splits a batch of actions into n, as gymnasium does.
 
         Raises:
             SpecError: there are more or fewer than n.

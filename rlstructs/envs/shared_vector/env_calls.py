@@ -1,4 +1,7 @@
-"""Sends requests to the environments of a `SharedVectorEnv` in an allowed order, and waits for results."""
+"""Sends requests to the environments of a `SharedVectorEnv`, and waits for results.
+
+It checks the order of the calls.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ class EnvCalls:
         options: dict[str, Any] | Sequence[dict[str, Any] | None] | None,
         mask: np.ndarray | None,
     ) -> None:
-        """Starts a reset of all environments, or of those of the mask; `options` are for all, or a list for each."""
+        """Starts a reset of all environments, or only of those in the mask.
+
+        `options` are for all, or a list with an entry for each.
+        """
         self._will_be_reset = self._was_reset | (True if mask is None else mask)
         each = [options] * self._n_envs if options is None or isinstance(options, dict) else options
         self.call("reset", Pending.RESET, lambda rows: (seeds[rows], each[rows], None if mask is None else mask[rows]))
@@ -124,7 +130,7 @@ class EnvCalls:
     def wait_for_some(
         self, n: int | None, env_ids: Sequence[int] | np.ndarray | None, timeout: float | None
     ) -> dict[int, Outcome]:
-        """Waits for steps of n environments, or of `env_ids`; returns an outcome for each environment."""
+        """Waits for steps of n environments, or of `env_ids`; returns outcomes by environment."""
         self._order.check_pending(Pending.SEND)
         n_sent = int(self._is_sent.sum())
         among = None if env_ids is None else self._check_sent(n, env_ids)
@@ -143,11 +149,17 @@ class EnvCalls:
             self._order.pending = Pending.SEND if self._is_sent.any() else None
 
     def call(self, method: str, pending: Pending, arguments: Arguments) -> None:
-        """Starts a call of a method of every group; `arguments` returns those for some environments."""
+        """Starts a call of a method of every group.
+
+        `arguments` returns the arguments for a slice of environments.
+        """
         self._send(pending, self._host.call(method, arguments))
 
     def wait_for_values(self, timeout: float | None) -> list[Any]:
-        """Waits for a call, and returns its values; raises what an environment raised once all are through."""
+        """Waits for a call, and returns its values.
+
+        Raises an environment's error once all have finished.
+        """
         self._order.check_pending(Pending.CALL)
         values = self._order.wait(self._host.wait_for_values, timeout)
         self._order.pending = None
@@ -156,7 +168,9 @@ class EnvCalls:
         return values
 
     def apply(self, function: Callable[[Any], Any], env_ids: Sequence[int] | np.ndarray | None = None) -> list[Any]:
-        """Calls a function with each of these environments, where they are; returns the values by ascending index.
+        """Calls a function with each of these environments, in its process.
+
+        Returns the values by ascending index.
 
         Raises:
             SpecError: `env_ids` are not indexes of environments, each once.
@@ -169,7 +183,10 @@ class EnvCalls:
         return [value for values in self.wait_for_values(None) for value in values]
 
     def _find_group(self, envs: np.ndarray) -> int | None:
-        """Index of the group that consists of these environments; None if there is none, or only one group."""
+        """Returns the index of the group that consists of these environments.
+
+        None if there is none, or only one group.
+        """
         if len(self._groups) > 1:
             for index, group in enumerate(self._groups):
                 if np.array_equal(envs, group):
@@ -201,7 +218,7 @@ class EnvCalls:
             self._order.send(pending, request)
         except BaseException as error:
             if self._order.failure is error and isinstance(self._host, LocalHost) and not isinstance(error, Exception):
-                # Interrupted halfway, in this process: after a reset of all environments, work can go on.
+                # It was interrupted halfway, in this process: after a reset of all environments, work can go on.
                 self._order.failure = self._order.pending = None
                 self._was_reset, self._are_all_reset = np.zeros(self._n_envs, bool), False
                 self._is_sent[:] = False
@@ -256,7 +273,10 @@ class CallOrder:
         self.failure: BaseException | None = None
 
     def check_free(self, call: str, allowed: Pending | None = None) -> None:
-        """Raises if a call is under way that is not the `allowed` one, or if no call is possible any more."""
+        """Raises if another call than `allowed` is under way.
+
+        Also if no call is possible any more.
+        """
         self._check_alive(call)
         if self.pending not in (None, allowed):
             pending = self.pending
@@ -284,7 +304,10 @@ class CallOrder:
                 raise
 
     def wait(self, receive: Callable[[float | None], T], timeout: float | None) -> T:
-        """Waits for results. After an interrupt, or a timeout of the caller's own, one can wait again."""
+        """Waits for results.
+
+        After an interrupt, or a timeout of the caller's own, it can be called again.
+        """
         try:
             return receive(timeout)
         except Exception as error:
@@ -295,10 +318,13 @@ class CallOrder:
             raise
 
     def finish(self, collect: Callable[[], T]) -> T:
-        """Collects the results and ends the call; after an interrupt, one can wait for it again."""
+        """Collects the results and ends the call.
+
+        After an interrupt, one can wait for it again.
+        """
         try:
             results = collect()
-        except Exception:  # infos that do not fit together: they never will
+        except Exception:  # infos that cannot be merged, now or later
             self.pending = None
             raise
         self.pending = None

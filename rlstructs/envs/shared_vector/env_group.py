@@ -78,7 +78,7 @@ class EnvGroup(EnvList):
         return Description(env.observation_space, env.action_space, dict(env.metadata or {}), env.render_mode)
 
     def attach(self, described: Description, n_envs: int, mode: AutoresetMode, buffer: Any = None) -> Columns:
-        """Lays out the columns, and has the environments write to their rows of them.
+        """Makes the columns; environments then write to their rows.
 
         Args:
             described: the spaces that all environments must have.
@@ -203,7 +203,10 @@ class EnvGroup(EnvList):
         return self._for_each(name, call_one)
 
     def apply(self, function: Callable[[Any], Any], only: Sequence[int] | None = None) -> list[Any]:
-        """Calls a function with each environment, or with those whose indexes among all are in `only`."""
+        """Calls a function with each environment, or with those in `only`.
+
+        `only` holds indexes among all environments.
+        """
 
         def call_one(k: int, env: Any) -> Any:
             self._at[0] = self._first + k
@@ -262,7 +265,10 @@ class EnvGroup(EnvList):
         return observation, 0.0
 
     def _reset_in_step(self, k: int, kept: Any) -> tuple[Any, Any]:
-        """Resets environment k in a step; returns `kept` in place of an observation where it fails and is held."""
+        """Resets environment k in a step.
+
+        Returns `kept` instead of an observation if it fails and is held.
+        """
         if not self._policy.holds:
             return self._begin_episode(k)
         try:
@@ -339,7 +345,10 @@ def _describe(error: Exception) -> str:
 
 
 def _copy_info(info: Any) -> Any:
-    """Copies the dicts and arrays of an info; other values are kept, as gymnasium keeps them."""
+    """Copies the dicts and arrays of an info.
+
+    Other values are kept, as gymnasium keeps them.
+    """
     if isinstance(info, dict):
         return {key: _copy_info(value) for key, value in info.items()}
     return info.copy() if isinstance(info, np.ndarray) else info

@@ -24,7 +24,7 @@ PICKLED = b"\x80"
 
 
 def _copy(value: Any) -> Any:
-    """Copies a value by pickling, as if the environment had a process of its own."""
+    """Copies a value by pickling, as between separate processes."""
     return pickling.loads(pickling.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""Hosts run the environments of a `SharedVectorEnv`: the protocol, one in this process, one in worker processes.
+"""Hosts run the environments of a `SharedVectorEnv`, here or in worker processes.
 
 A host takes one request for all environments at a time, whose results `wait_for_all` returns; or any number of
 requests to step some environments, whose results `wait_for_some` returns as they arrive.
@@ -73,7 +73,10 @@ class Host(Protocol):
         """Lays out the columns, and has every environment write to its rows of them."""
 
     def call(self, method: str, arguments: Arguments) -> Request:
-        """Makes a request to call a method of every group; `arguments` returns those for a slice of environments."""
+        """Makes a request to call a method of every group.
+
+        `arguments` returns the arguments for a slice of environments.
+        """
 
     def step(self, actions: Any) -> Request:
         """Makes a request to step every environment."""
@@ -85,9 +88,9 @@ class Host(Protocol):
         """Makes a request to step the environments of a group, whose results arrive together."""
 
     def wait_for_all(self, timeout: float | None) -> list[Any]:
-        """Waits for the results of all environments: lists of values, or outcomes, in order of the environments.
+        """Waits for the results of all environments, in their order.
 
-        Returns the same results again until the next request.
+        They are lists of values, or outcomes. Returns the same results again until the next request.
         """
 
     def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
@@ -98,7 +101,10 @@ class Host(Protocol):
         """
 
     def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """Waits for the outcomes of the first n environments, or of all those `among`; keeps them until forgotten."""
+        """Waits for the outcomes of the first n environments, or of all `among`.
+
+        Keeps them until they are forgotten.
+        """
 
     def forget_some(self, envs: Iterable[int]) -> None:
         """Drops the outcomes of these environments."""
@@ -122,7 +128,7 @@ def start_host(env_fns: EnvFns, n_workers: int, groups: Sequence[range], options
 
 
 class LocalHost(Host):
-    """Runs all environments in this process; a request is carried out when it is sent.
+    """Runs all environments in this process, each request as it is sent.
 
     Args:
         env_fns: make the environments.
@@ -357,7 +363,10 @@ class WorkerHost(Host):
         self._arena.close()
 
     def _add_places(self, error: WorkerCrashed | WorkerTimeout) -> None:
-        """Adds notes to an error: which environment the worker that died, or each late one, was stepping."""
+        """Adds notes to an error: the environments that workers were stepping.
+
+        The worker that died, or each late one.
+        """
         for index, (mine, state) in enumerate(zip(self._shares, self._pool.states, strict=True)):
             is_late = isinstance(error, WorkerTimeout) and state == "busy"
             for at in self._at[[rows.start for rows in mine]].tolist():
@@ -368,7 +377,10 @@ class WorkerHost(Host):
         self._futures = self._post(post)
 
     def _make_request(self, label: str, kind: bytes, data: Callable[[slice], bytes]) -> Request:
-        """Makes a request to each group in each worker; `data` returns its content for a slice of environments."""
+        """Makes a request to each group in each worker.
+
+        `data` returns its content for a slice of environments.
+        """
         posts = [
             Post.of(label, *(HEAD.pack(kind, group, 0) + data(rows) for group, rows in enumerate(mine)))
             for mine in self._shares
@@ -424,14 +436,20 @@ def _slice(envs: range) -> slice:
 
 
 def take_arrived(arrived: dict[int, Outcome], n: int, among: Sequence[int] | None) -> dict[int, Outcome] | None:
-    """Returns the first n outcomes, or all those `among`; None if they have not arrived yet."""
+    """Returns the first n outcomes, or all those `among`.
+
+    None if they have not arrived yet.
+    """
     if among is None:
         return {env: arrived[env] for env in islice(arrived, n)} if len(arrived) >= n else None
     return {env: arrived[env] for env in among} if all(env in arrived for env in among) else None
 
 
 def batch_spaces(host: Host, described: Description, n_envs: int) -> gymnasium.Space[Any]:
-    """Batches the observation spaces of all environments, which it asks for their bounds where these may differ."""
+    """Batches the observation spaces of all environments.
+
+    Asks for their bounds if these may differ.
+    """
     if not described.bounds_differ:
         return batch_space(described.observation_space, n_envs)
     host.call("call", lambda rows: ("observation_space", (), {}))()
@@ -439,7 +457,10 @@ def batch_spaces(host: Host, described: Description, n_envs: int) -> gymnasium.S
 
 
 def split_evenly(envs: range, n: int) -> list[range]:
-    """Splits environments into n parts of equal size; if that is impossible, the first parts get one more."""
+    """Splits environments into n parts of nearly equal size.
+
+    The first parts get one more if necessary.
+    """
     size, n_larger = divmod(len(envs), n)
     starts = [index * size + min(index, n_larger) for index in range(n + 1)]
     return [envs[start:stop] for start, stop in pairwise(starts)]

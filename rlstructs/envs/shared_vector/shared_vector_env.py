@@ -58,11 +58,11 @@ StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     """Replaces gymnasium's `AsyncVectorEnv`, with several environments in each process.
 
-    It returns what `SyncVectorEnv` returns for the same seeds, in every autoreset mode. It differs in what it
-    refuses: a step of an environment that has ended in mode DISABLED, or was never reset; and an observation with
-    a number that the dtype of its space cannot hold. It does not change the `options` of `reset`, and takes
-    observations of any dtype whose numbers the dtype of the space holds unchanged. `send` and `recv` step environments
-    without waiting for the slowest of them.
+    It returns what `SyncVectorEnv` returns for the same seeds, in every autoreset mode. Unlike that it refuses to step
+    an environment that has ended in mode DISABLED, or was never reset, and it refuses an observation with a number that
+    the dtype of its space cannot hold. It does not change the `options` of `reset`, and takes observations of any dtype
+    whose numbers the dtype of the space holds unchanged. `send` and `recv` step environments without waiting for the
+    slowest of them.
 
     Args:
         env_fns: make the environments, which have equal spaces. May be lambdas. Where one returns an environment that
@@ -83,7 +83,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             dtypes; or a tuple of two such spaces, of all environments and of a single one.
         max_concurrency: the most workers, each of which steps one environment at a time.
         context: gymnasium's name of `start_method`.
-        shared_memory, daemon: gymnasium's, and without effect: arrays are always shared and all else is pickled;
+        shared_memory, daemon: gymnasium's; they have no effect. Arrays are always shared and all else is pickled;
             workers always end with this process, and may start processes of their own.
         seed: seeds the global random streams of workers (of `random`, numpy and torch), which differ from worker to
             worker; equal seeds give equal streams. None to derive them from the present state of this process's
@@ -167,13 +167,15 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         return self._columns.restarts.copy()
 
     def hold_failed(self, policy: RestartPolicy | None) -> bool:
-        """Has environments that fail wait for a reset by a mask, for rollouts, which leave them out until then.
+        """Makes failed environments wait for a reset by a mask.
+
+        It is for rollouts, which leave them out until then.
 
         Args:
-            policy: what else happens to them; None for what the constructor was given.
+            policy: their policy otherwise; None for the constructor's.
 
         Returns:
-            Whether environments are made anew at all.
+            Whether failed environments are replaced at all.
         """
         policy = (policy or self._policy)._replace(holds=True)
         if policy.is_on:
@@ -251,7 +253,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             ResetNeeded: an environment was never reset.
             StateError: in mode DISABLED, one has ended and was not reset; none has been stepped. Or another call
                 is under way.
-            SpecError: the number of actions is not that of environments.
+            SpecError: the number of actions is not the number of environments.
             Exception: what an environment raised.
         """
         self.step_async(actions)
@@ -266,7 +268,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         return self._calls.finish_step(timeout, self.copy, partial(merge_infos, self))
 
     def send(self, actions: Any, env_ids: Sequence[int] | np.ndarray | None = None) -> None:
-        """Starts a step of some environments; `recv` returns the results of those that are ready first.
+        """Starts a step of some environments; `recv` returns results as they come.
 
         Args:
             actions: n rows of `action_space`; row k is for environment `env_ids[k]`.
@@ -282,10 +284,10 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
     def recv(
         self, n: int | None = None, timeout: float | None = None, *, env_ids: Sequence[int] | np.ndarray | None = None
     ) -> StepResult:
-        """Waits for the first n environments that are ready, of those that were sent; they can be sent again then.
+        """Waits for the first n environments that were sent and are ready.
 
-        A worker steps its environments in the order in which they were sent: a slow one delays those sent later to
-        the same worker, and otherwise only its group, if that was sent whole.
+        They can be sent again then. A worker steps its environments in the order in which they were sent: a slow one
+        delays those sent later to the same worker, and otherwise only its group, if that was sent whole.
 
         Args:
             n: number of environments; None for all that were sent.
@@ -297,7 +299,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             int64 (n,), holds the indexes. Always copies, whatever `copy` is.
 
         Raises:
-            StateError: nothing was sent, or not these.
+            StateError: no environment was sent, or not these.
             SpecError: fewer than n were sent, or `env_ids` are wrong.
             Exception: what an environment raised.
         """
@@ -345,7 +347,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             values: a list or tuple with one value for each; anything else is one value for all.
 
         Raises:
-            SpecError: the number of values is not that of environments; none was set.
+            SpecError: the number of values is not the number of environments; no attribute was set.
         """
         self._order.check_free("set_attr")
         each = expand_values(values, self.num_envs)
@@ -366,7 +368,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             terminate: whether to end workers without waiting.
 
         Raises:
-            Exception: what an environment raised when it was closed; everything is closed all the same.
+            Exception: what an environment raised when it was closed; everything is closed nevertheless.
         """
         if self.closed:
             if self._is_closing:
@@ -398,7 +400,10 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self.close()
 
     def _attach(self, spaces: Spaces | None, bounds_differ: bool) -> None:
-        """Lays out the columns, and takes over metadata and spaces, unless `spaces` are given, of environment 0."""
+        """Makes the columns, and takes metadata and spaces from environment 0.
+
+        `spaces` replace its observation space, if they are given.
+        """
         try:
             described = self._host.describe()._replace(bounds_differ=bounds_differ)
             if spaces is not None:

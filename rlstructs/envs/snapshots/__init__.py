@@ -1,6 +1,6 @@
 """The state of environments in the middle of their episodes: the public names of `rlstructs.exact`.
 
-`register` says how objects of a simulator are saved; those of ALE and MuJoCo are known.
+`register` adds functions that save the objects of a simulator; those for ALE and MuJoCo are built in.
 """
 
 from __future__ import annotations

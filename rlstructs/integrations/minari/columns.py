@@ -1,4 +1,7 @@
-"""Which keys of trajectories hold the observations and actions of a space, and how Minari stores them."""
+"""Maps keys of trajectories to observations and actions of a space.
+
+Also converts them to the form in which Minari stores them.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +45,21 @@ class SpaceColumns:
         self.leaves = {ActionReader.key(leaf) if what == "action" else leaf.name: leaf for leaf in found}
 
     def fit(self, steps: TemporalDictTensor) -> SpaceColumns:
-        """The columns with the dtypes that Boxes have in trajectories, where float64 may have become float32."""
+        """Returns the columns with the dtypes that Boxes have in trajectories.
+
+        There float64 may have become float32.
+        """
         dtypes = (find_array(steps, f"{self.what}/{name}").dtype for name in self.leaves)
         spaces_of_leaves = map(_with_dtype, [leaf.space for leaf in self.leaves.values()], dtypes)
         return SpaceColumns(_rebuild(self.space, spaces_of_leaves), self.what)
 
     def find(self, steps: TemporalDictTensor, name: str, prefix: str) -> np.ndarray:
-        """A column of trajectories, (B, T, ...), in the shape and dtype of the space.
+        """Returns a column of trajectories, (B, T, ...), in the space's shape and dtype.
 
         Args:
             steps: the trajectories.
             name: of the column.
-            prefix: what stands before it in its key.
+            prefix: the part of its key before the name.
 
         Raises:
             MissingKeyError, SpecError: it is missing, or has another shape or dtype.
@@ -74,7 +80,9 @@ class SpaceColumns:
         return nest(self.space, iter([arrays[f"{self.what}/{name}"] for name in self.leaves]))
 
     def from_minari(self, nested: Any, where: str, n: int) -> dict[str, np.ndarray]:
-        """Takes the columns, (n, ...) each, out of what Minari reads: the inverse of `nest` and `to_minari`.
+        """Takes the columns, (n, ...) each, from what Minari reads.
+
+        It is the inverse of `nest` and `to_minari`.
 
         Raises:
             SpecError: a column is missing, or has another shape; the message begins with `where`.
@@ -93,7 +101,7 @@ class SpaceColumns:
 
 
 def check_rows(where: str, key: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Raises SpecError unless an array has as many rows, and as many numbers, as this shape says."""
+    """Raises SpecError unless an array has the rows and size of a shape."""
     if array.shape[:1] != shape[:1] or array.size != math.prod(shape):
         raise SpecError(f"{where}: {key} is {array.shape} {array.dtype}, expected {shape}")
 
@@ -112,7 +120,7 @@ def find_array(steps: TemporalDictTensor, key: str) -> np.ndarray:
 def _with_dtype(space: gymnasium.Space[Any], dtype: np.dtype[Any]) -> gymnasium.Space[Any]:
     if not isinstance(space, spaces.Box) or space.dtype == dtype:
         return space
-    with np.errstate(over="ignore"):  # a bound beyond the numbers of this dtype is no bound
+    with np.errstate(over="ignore"):  # a bound beyond the range of this dtype becomes infinite
         return spaces.Box(space.low.astype(dtype), space.high.astype(dtype), dtype=dtype.type)
 
 

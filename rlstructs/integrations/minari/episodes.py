@@ -1,4 +1,4 @@
-"""Cuts rollouts into episodes, and joins the pieces of those that go on from one rollout to the next."""
+"""Cuts rollouts into episodes, and joins pieces from consecutive rollouts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Episode:
         number: its number in the dataset; None until a part of it is written.
         n_written: how many of its steps are written.
         following: the number of the step after the last one; `UNKNOWN` if it is not known.
-        pieces: what followed on each step, (n, ...) each: `observation/...`, `info/...`, `action/...` and the names of
-            `STEPS`.
+        pieces: the data that follow each step, (n, ...) each: `observation/...`, `info/...`, `action/...` and the names
+            of `STEPS`.
     """
 
     first: Arrays
@@ -69,8 +69,8 @@ class Episode:
         """Whether a step follows the last one.
 
         Args:
-            before: key -> value before the step. Where a number is not known these have to equal those after the last
-                step: they differ if a rollout is missing, unless the environment shows the same again.
+            before: key -> value before the step. If a number is unknown, these must equal the values after the last
+                step: they differ if a rollout is missing, unless the environment returns the same values again.
             number: of the step, see `TemporalDictTensor.first_steps`.
         """
         if UNKNOWN not in (number, self.following):
@@ -116,7 +116,7 @@ class EpisodeJoiner:
         return [self._going[env] for env in sorted(self._going)]
 
     def add(self, batch: Trajectories) -> Iterator[Episode]:
-        """Adds the next steps of each environment; yields the episodes that no later step will belong to.
+        """Adds the next steps of each environment; yields the episodes that are complete.
 
         Raises:
             MissingKeyError, SpecError: a key is missing or has the wrong shape; the message names it.
@@ -157,7 +157,10 @@ class EpisodeJoiner:
         yield from going
 
     def _columns(self, steps: TemporalDictTensor) -> tuple[Arrays, Arrays]:
-        """Observations and infos before each step, and all that follows on each step; (B, T, ...)."""
+        """Returns the data before each step, and the data that follow it.
+
+        Before: observations and infos; (B, T, ...) both.
+        """
         leaves = self._observations.leaves
         first: Arrays = {}
         following: Arrays = {}

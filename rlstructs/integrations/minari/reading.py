@@ -48,7 +48,7 @@ def from_minari(dataset: minari.MinariDataset | str, info_keys: Sequence[str] = 
 def iterate_minari(
     dataset: minari.MinariDataset | str, batch_size: int, info_keys: Sequence[str] = ()
 ) -> Iterator[Trajectories]:
-    """Reads a dataset of Minari, so many episodes at a time.
+    """Reads a dataset of Minari, `batch_size` episodes at a time.
 
     Args:
         dataset, info_keys: see `from_minari`.
@@ -88,7 +88,7 @@ def _steps_of(episode: Any, observations: SpaceColumns, actions: SpaceColumns, i
     """The columns of an episode of T steps, (T, ...).
 
     Raises:
-        SpecError: an array has not as many rows as there are rewards, or one more of what comes before steps too.
+        SpecError: an array has not as many rows as there are rewards, or one more for observations and infos.
     """
     ends = {name: np.asarray(getattr(episode, name)) for name in STEPS}
     n = int(ends["rewards"].size)

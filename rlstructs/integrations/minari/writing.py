@@ -30,7 +30,7 @@ from rlstructs.integrations.minari.episodes import STEPS, Episode, EpisodeJoiner
 from rlstructs.rollout.makers import select_arguments
 from rlstructs.structures.trajectories import Trajectories
 
-# Episodes that go on are written part by part once they are so many bytes in all.
+# Unfinished episodes are written part by part once they have so many bytes in all.
 MOST_HELD = 32 << 20
 SPACES = ("observation_space", "action_space")
 
@@ -44,13 +44,13 @@ def to_minari(
 ) -> minari.MinariDataset:
     """Writes rollouts to a new dataset of Minari, one after the other.
 
-    An episode that goes on from one rollout to the next is one episode of the dataset. Where steps are missing (after a
-    `reset`, the loss of a worker, or a rollout that was not given) the episode before ends, and is unfinished. Of
-    trajectories that were made by hand, without `first_steps`, a step goes on with the one before if it begins with the
-    observation that this has led to.
+    An episode that continues from one rollout to the next is one episode of the dataset. Where steps are missing (after
+    a `reset`, the loss of a worker, or a rollout that was not given) the previous episode ends, and is unfinished. In
+    trajectories that were made by hand, without `first_steps`, a step continues the previous one if it begins with the
+    observation that this led to.
 
-    Memory: the rollout at hand, and up to 32 MB of episodes that go on. Where these cannot be written part by part
-    (`unfinished="drop"`, other formats than HDF5, JPEG), all episodes that go on are held.
+    Memory: the current rollout, and up to 32 MB of episodes that continue. If these cannot be written part by part
+    (`unfinished="drop"`, other formats than HDF5, JPEG), all episodes that continue are held.
 
     Args:
         dataset_id: `name-v0` or `namespace/name-v0`, as Minari takes it.
@@ -59,8 +59,8 @@ def to_minari(
             asked for becomes the infos of the dataset, rows of `env_info` the options of episodes.
         env: the environment, its id, its spec, its class, or a function that makes it, as `RL_Batcher.make` takes it;
             None if both spaces are given.
-        unfinished: what becomes of an episode without end: "truncate" marks its last step as truncated, as
-            Minari's `DataCollector` does, "drop" leaves it out.
+        unfinished: the treatment of an episode without end: "truncate" marks its last step as truncated, as Minari's
+            `DataCollector` does, "drop" leaves it out.
         **metadata: other arguments of `minari.create_dataset_from_buffers`: `algorithm_name`, `author`,
             `author_email`, `code_permalink`, `description`, `eval_env`, `requirements`, `ref_max_score`, ..., and
             `observation_space`, `action_space`, `data_format`. Frames are stored without loss unless `jpeg_encoding`.
@@ -101,7 +101,10 @@ class _Writer:
         self._n_episodes = 0
 
     def add(self, batch: Trajectories) -> None:
-        """Writes the episodes that end in a rollout, and parts of those that go on if they are large."""
+        """Writes the episodes that end in a rollout, and parts of large ones.
+
+        Those parts are steps of large episodes that continue.
+        """
         self._write(self._joiner.add(batch))
         going = self._joiner.going
         if self._can_append and sum(episode.nbytes for episode in going) > MOST_HELD:
@@ -127,7 +130,10 @@ class _Writer:
             self._storage.update_episode_metadata(counts, [episode.number for episode in in_parts])
 
     def _take(self, episode: Episode, n_left: int = 0) -> EpisodeBuffer:
-        """Takes the steps out of an episode, but for the last `n_left`, in the form that Minari writes."""
+        """Takes the steps out of an episode, in the form that Minari writes.
+
+        The last `n_left` steps stay.
+        """
         options = None
         if episode.number is None:
             episode.number, self._n_episodes = self._n_episodes, self._n_episodes + 1
@@ -184,7 +190,7 @@ def _find_spaces(env: Any, settings: Mapping[str, Any]) -> tuple[EnvSpec | None,
 
 @contextlib.contextmanager
 def _made(env: Any) -> Iterator[Any]:
-    """Gives an environment: the given one, or one that is made, and closed at the end."""
+    """Yields an environment: the given one, or a new one, closed at the end."""
     if hasattr(env, SPACES[0]) and hasattr(env, "step") and not isinstance(env, type):
         yield env
         return
@@ -211,7 +217,10 @@ def _find_space(env: Any, name: str) -> gymnasium.Space[Any]:
 
 
 def _storable(spec: EnvSpec | None) -> EnvSpec | None:
-    """The spec of an environment, or None if it has no JSON form, as where the entry point is a class."""
+    """Returns the spec of an environment, or None without a JSON form.
+
+    An entry point that is a class has none, for example.
+    """
     try:
         if spec is not None:
             spec.to_json()
@@ -247,7 +256,10 @@ def _create_storage(
 
 @contextlib.contextmanager
 def _new_folder(path: Path, dataset_id: str) -> Iterator[Path]:
-    """Gives a folder that Minari does not list; makes it the dataset at the end, or removes it after an error."""
+    """Yields a folder that Minari does not list, to become the dataset.
+
+    Renames it at the end, or removes it after an error.
+    """
     # Minari cannot write to a relative path, and mkdtemp would hide the folder from other users for good.
     folder = Path(get_dataset_path()).absolute() / f".{secrets.token_hex(8)}"
     try:

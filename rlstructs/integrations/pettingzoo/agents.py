@@ -1,4 +1,4 @@
-"""PettingZoo environments: how they are made, which agents act, and what is shown to each."""
+"""PettingZoo environments: their making, their agents, and each agent's observations."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Shown(NamedTuple):
 
 
 class AgentGroup:
-    """Steps one environment, and sorts what it shows by agent.
+    """Steps one environment, and sorts its results by agent.
 
     Args:
         env: the environment.
         number: of the environment, for messages.
-        agents: all agents that there may be.
+        agents: all possible agents.
         space: the observation space of each.
 
     Attributes:
@@ -55,7 +55,7 @@ class AgentGroup:
         self.acts = [False] * len(agents)
 
     def reset(self, seed: int | None, options: Mapping[str, Any] | None) -> list[Shown | None]:
-        """Starts an episode; returns what is shown to each agent, None to those that are not there.
+        """Starts an episode; returns each agent's data, None for absent agents.
 
         Raises:
             SpecError: the environment returned something wrong.
@@ -85,8 +85,8 @@ class AgentGroup:
             actions: one for each agent; those of agents that do not act are not used.
 
         Returns:
-            What is shown to each agent: final observations too, and first ones of agents that come or come back. None
-            to those that are not there.
+            The result for each agent, including final observations, and first ones of agents that join or return. None
+            for absent agents.
 
         Raises:
             SpecError: the environment returned something wrong.
@@ -120,7 +120,7 @@ class AgentGroup:
             found = None
             if acted:
                 has_terminated = bool(terminated[agent])
-                # Without either flag an agent that is not there any more was cut off.
+                # An agent that has left without either flag was truncated.
                 is_cut = bool(truncated[agent]) or (agent not in present and not has_terminated)
                 observation, reward = self._copy(observations[agent]), copy_value(rewards[agent])
                 found = Shown(observation, infos.get(agent, {}), reward, has_terminated, is_cut, False)

@@ -30,13 +30,15 @@ STEP, ROLLOUT, RESET = "step", "rollout", "reset"
 
 @set_module("rlstructs.integrations.pettingzoo")
 class ParallelEnvs(RowDefaults):
-    """Environments of several agents: slot `k * A + a` is agent a of environment k, each with A possible agents.
+    """Environments of several agents; every agent has a slot.
 
-    An agent acts as long as the environment has it. While it is not there, because it has died or comes later, its
-    slot waits: the environment gets no action of it, and rollouts hold no step of it, so that slots have different
+    Slot `k * A + a` is agent a of environment k, each with A possible agents.
+
+    An agent acts as long as it is in the environment. While it is absent, because it has died or joins later, its slot
+    waits: the environment gets no action from it, and rollouts hold no step of it, so that slots have different
     `lengths`. The episode of an agent ends with its own `terminated` or `truncated` and its own final observation; an
-    agent that leaves without either was truncated. When it comes back, another episode begins. An environment ends when
-    no agent is left.
+    agent that leaves without either was truncated. When it returns, another episode begins. An environment ends when no
+    agent is left.
 
     An observation has the keys that `GymEnv` lists, and `info/agent_index`, int64 (B,): which of `possible_agents`
     this is. The row of an agent that waits has `initial_state`, and zeros, or the nearest legal values.
@@ -95,7 +97,7 @@ class ParallelEnvs(RowDefaults):
         layout = RowLayout(self.observation_space, self.action_space, keep_float64, _with_index(self._infos))
         self._actions, self._last_actions = layout.actions, layout.last_actions
         self._after, self._fresh = layout.allocate(self.n_envs())
-        # What the row of an agent that waits shows.
+        # The row of an agent that waits.
         self._blank = nest(self.observation_space, (example_value(leaf) for leaf in layout.leaves.values()))
         self._index = np.arange(self.n_envs()) % len(self.agents)
         self._fresh.view[PREFIX + AGENT_INDEX][:] = self._index
@@ -174,7 +176,10 @@ class ParallelEnvs(RowDefaults):
         return first
 
     def revive_rows(self, which: np.ndarray | None = None) -> tuple[np.ndarray, Rows]:
-        """Starts an episode in every environment that has ended, so that all run; see `RowEnv.revive_rows`."""
+        """Starts an episode in every environment that has ended.
+
+        Then all run; see `RowEnv.revive_rows`.
+        """
         assert self._running is not None
         everyone = np.arange(len(self._groups))
         ended = np.setdiff1d(everyone, self._running)
@@ -217,7 +222,10 @@ class ParallelEnvs(RowDefaults):
         return self._fill(self._fresh, shown, self._slots_of(which)).take(np.arange(len(shown)))
 
     def _write(self, shown: list[Shown | None], actions: dict[str, np.ndarray]) -> tuple[Rows, np.ndarray]:
-        """Writes what followed a step; returns the rows, and which of them are of agents that did not act."""
+        """Writes the result of a step; returns the rows and the idle ones.
+
+        Idle rows are those of agents that did not act.
+        """
         n, view = len(shown), self._after.view
         after = self._fill(self._after, shown, self._slots)
         steps = [_WAITING if one is None else one for one in shown]
@@ -265,7 +273,7 @@ class ParallelEnvs(RowDefaults):
         return self._names if slots.size == len(self._names) else [self._names[slot] for slot in slots.tolist()]
 
 
-# What is written beside the observation of an agent that waits.
+# The other columns of the row of an agent that waits.
 _WAITING = Shown(None, None)
 
 
@@ -280,16 +288,16 @@ def _with_index(infos: InfoColumns) -> InfoColumns:
 def _join(
     ended: list[Shown | None], first: list[Shown | None], row: int, fresh: dict[int, Shown | None]
 ) -> list[Shown | None]:
-    """Joins what a step showed with the first observations of the next episode.
+    """Joins the results of a step with the first observations of the next episode.
 
     Args:
-        ended: what the step that ended an environment showed to its agents.
-        first: what the reset showed.
+        ended: the agents' results of the step that ended an environment.
+        first: the agents' results of the reset.
         row: of the first agent.
-        fresh: gets first observations of agents that saw the end, by row.
+        fresh: receives first observations of agents that saw the end, by row.
 
     Returns:
-        What followed the step: final observations, and first ones of agents that waited.
+        The results that follow the step: final observations, and first ones of agents that waited.
     """
     for place, one in enumerate(first):
         if one is not None and ended[place] is not None:
@@ -298,5 +306,5 @@ def _join(
 
 
 def _find(flags: Any) -> np.ndarray:
-    """The places of true flags, int64 (K,)."""
+    """Returns the indexes of true flags, int64 (K,)."""
     return np.array([place for place, flag in enumerate(flags) if flag], np.int64)

@@ -54,7 +54,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     _samples: Any = ReplayBufferSamples
     # The rows of one step lie side by side.
     _order = SLOT
-    # Whether there was a timeout: the column is zero before. Pickles of earlier versions do not say.
+    # Whether there was a timeout; before that, the column is zero. Pickles of earlier versions lack this attribute.
     _has_timeouts = True
 
     def __init__(
@@ -144,7 +144,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             self.full, self.pos = True, 0
 
     def _cast(self, name: str, values: Any, spec: Spec) -> np.ndarray:
-        """Casts values of all environments freely, as numpy does when it sets rows of an array."""
+        """Casts values of all environments as numpy does in assignments to rows."""
         return np.asarray(values).astype(spec.dtype, copy=False).reshape(self.n_envs, *spec.shape)
 
     def reset(self) -> None:
@@ -177,7 +177,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return dict(zip(names, storage.read_at(rows, lambda _, some: storage.gather(names, some)), strict=True))
 
     def _read(self, rows: np.ndarray, env: VecNormalize | None, last: np.ndarray | None = None) -> Any:
-        """Makes a sample of these rows; where `last` is given, what followed an action is that of these other rows."""
+        """Makes a sample of these rows.
+
+        If `last` is given, the data after the action come from those rows.
+        """
         columns = self._gather(self._names if last is None else self._before, rows)
         if last is not None:
             columns |= self._gather(self._after, last)
@@ -194,14 +197,20 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return self.to_torch(observation)
 
     def to_torch(self, array: np.ndarray, copy: bool = False) -> torch.Tensor:
-        """Makes a tensor on the device; it shares memory with the array unless `copy`, or if the device is another."""
+        """Makes a tensor on the device.
+
+        It shares memory with the array unless `copy`, or if the device is another.
+        """
         if copy:
             return torch.tensor(array, device=self.device)
         is_plain = type(array) is np.ndarray and self.device.type == "cpu" and array.flags.writeable
         return torch.from_numpy(array) if is_plain else torch.as_tensor(array, device=self.device)
 
     def _column(self, name: str) -> np.ndarray:
-        """A view of a column, (buffer_size, n_envs, ...); a copy if the column is stored only as a link to another."""
+        """A view of a column, (buffer_size, n_envs, ...).
+
+        A copy if the column is only a link to another column.
+        """
         columns = self._storage.columns
         if name in columns.links:
             slots = np.arange(self.buffer_size)[:, None]
@@ -332,11 +341,13 @@ class PrioritizedReplayBufferSamples(NamedTuple):
 
 @set_module("rlstructs.integrations.sb3")
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
+    """A `ReplayBuffer` that draws in proportion to priorities.
 
-    P(i) = p_i^alpha / sum of p_k^alpha. A new row has the largest priority that was ever set, at first 1. What
-    Stable-Baselines3's algorithms do in `train` neither uses weights nor sets priorities; "Your program, one line
-    changed" shows a DQN that does.
+    Schaul et al., Prioritized Experience Replay (2016).
+
+    P(i) = p_i^alpha / sum of p_k^alpha. A new row has the largest priority that was ever set, at first 1. `train` of
+    Stable-Baselines3's algorithms neither uses weights nor sets priorities; "Your program, one line changed" shows a
+    DQN that does.
 
     Args:
         settings: as of `ReplayBuffer`.

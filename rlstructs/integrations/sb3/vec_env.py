@@ -116,7 +116,10 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         return self._apply(methodcaller("get_wrapper_attr", attr_name), indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Sets an attribute of the outermost wrapper of each environment, or of those of `indices`."""
+        """Sets an attribute of each environment's outermost wrapper.
+
+        Of all environments, or of those of `indices`.
+        """
         self._apply(partial(env_functions.set_attribute, attr_name, value), indices)
 
     def env_method(
@@ -130,7 +133,10 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
         return self._apply(partial(env_functions.is_wrapped, wrapper_class), indices)
 
     def _apply(self, function: Callable[[Any], Any], indices: Indices) -> list[Any]:
-        """Calls a function with environments; the values are in the order of `indices`, which may repeat."""
+        """Calls a function with environments; returns values in the order of `indices`.
+
+        Indices may repeat.
+        """
         wanted = [index % self.num_envs for index in self._get_indices(indices)]
         if not wanted:
             return []

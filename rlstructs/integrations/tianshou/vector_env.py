@@ -129,7 +129,9 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         return self._stack(seen), rewards, terminated, truncated, np.array(infos, dtype=object)
 
     def seed(self, seed: int | Sequence[int | None] | None = None) -> list[Any]:
-        """Seeds environments and their action spaces, and starts an episode in those that have no method `seed`.
+        """Seeds environments and their action spaces.
+
+        Starts an episode in environments that have no method `seed`.
 
         Args:
             seed: environment k gets `seed + k`; or a sequence with a seed or None for each.
@@ -197,7 +199,10 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         return self._stack(self._columns.batch_some(np.array(ids))), np.array(infos, dtype=object)
 
     def _stack(self, batch: Any) -> np.ndarray:
-        """Stacks observations the way `DummyVectorEnv` does it: an array of dicts where the space is a Dict."""
+        """Stacks observations as `DummyVectorEnv` does.
+
+        Of a Dict space it makes an array of dicts.
+        """
         return batch if isinstance(batch, np.ndarray) else np.stack(list(iterate(self._envs.observation_space, batch)))
 
     def _batch_actions(self, action: Any, n: int) -> Any:

@@ -14,13 +14,13 @@ from rlstructs.structures.interop import nest_names
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 
-# What torchrl gives an axis of its own, and what it calls otherwise.
+# Columns to which torchrl adds an axis, and columns that it names differently.
 SIGNALS = ("reward", "done", "terminated", "truncated", "initial_state")
 NAMES = {"frame": "observation", "initial_state": "is_init"}
-# Of `observation` and of `_observation`: what torchrl's batches do not have there.
+# Keys of `observation` and of `_observation` that torchrl's batches lack.
 LEFT_OUT = {"observation": ("reward", "last_action"), "_observation": ("initial_state", "last_action")}
 PLACES = {"observation": "", "_observation": "next/", "action": ""}
-# What the collector itself adds.
+# Keys that the collector itself adds.
 MASK, TRAJ_IDS = "collector/mask", "collector/traj_ids"
 # The log-probability of the action, as agents call it, and as torchrl's actors do and its losses look for it.
 LOG_PROB, ACTION_LOG_PROB = "log_prob", "action_log_prob"
@@ -51,8 +51,8 @@ class TensorDictCollector:
       ("collector", "mask"), bool (B, T): False in the padding.
 
     Discrete actions are numbers, torchrl's "categorical". Where padding follows a step that ended no episode, the step
-    is marked as truncated, so that nothing of the padding reaches the advantages before it; the next batch goes on with
-    the same number. Where rollouts of the batcher went elsewhere, what comes after them begins an episode.
+    is marked as truncated, so that the padding does not affect earlier advantages; the next batch continues with the
+    same number. If rollouts of the batcher went elsewhere, the steps after them begin an episode.
     `batch[batch["collector", "mask"]]` are the steps alone, for a replay buffer.
 
     Args:
@@ -109,7 +109,7 @@ class TensorDictCollector:
             columns[name] = columns[name] | cuts
 
     def _find_starts(self, trajectories: Trajectories, mask: torch.Tensor) -> tuple[np.ndarray, list[int]]:
-        """Marks the starts of episodes, bool (B, T), and numbers the environment of each row."""
+        """Marks the starts of episodes, bool (B, T), and numbers each row's environment."""
         envs = trajectories.info["env_index"].tolist()
         starts = (trajectories.trajectories["observation/initial_state"] & mask).cpu().numpy()
         # This collector may begin, or go on after others, in the middle of an episode.
@@ -118,7 +118,10 @@ class TensorDictCollector:
         return starts, envs
 
     def _find_gaps(self, trajectories: Trajectories) -> np.ndarray:
-        """Which rows do not follow those that this collector has had of their environments, bool (B,)."""
+        """Marks rows that do not continue their environment's last row, bool (B,).
+
+        Compared are the rows that this collector has had.
+        """
         numbers = trajectories.trajectories.first_steps
         if numbers is None:
             return np.zeros(len(trajectories), bool)
@@ -130,7 +133,10 @@ class TensorDictCollector:
         return np.array(gaps, bool)
 
     def _number(self, starts: np.ndarray, envs: list[int]) -> np.ndarray:
-        """The number of the episode of each step, for bool (B, T): where one starts."""
+        """Returns the number of the episode of each step, int64 (B, T).
+
+        `starts`, bool (B, T), marks where one starts.
+        """
         counts, n_new = starts.cumsum(1), starts.sum(1)
         last = self._n_episodes - 1 + n_new.cumsum()
         before = np.array([self._episodes.get(env, -1) for env in envs], np.int64)

@@ -27,11 +27,13 @@ ENDS = ("done", "terminated", "truncated")
 
 @set_module("rlstructs.integrations.torchrl")
 class SharedVectorWrapper(EnvBase):  # type: ignore[misc]
-    """Replaces torchrl's `ParallelEnv` of `GymEnv`: one environment of batch size (N,), stepped by worker processes.
+    """Replaces torchrl's `ParallelEnv` of `GymEnv`, with environments stepped by worker processes.
+
+    To torchrl it is one environment of batch size (N,).
 
     It steps and resets as torchrl expects: ("next", "observation") of a last step is the true last observation of the
-    episode, and `reset` starts an episode only in the environments of "_reset". What torchrl does not reset, a
-    `SharedVectorEnv` of the default mode resets itself in the step after.
+    episode, and `reset` starts an episode only in the environments of "_reset". In the default mode, environments that
+    torchrl does not reset are reset by the `SharedVectorEnv` in the next step.
 
     Keys and specs are those of torchrl's `GymWrapper`: images of three colours are "pixels", "state" of a Dict without
     "observation" is "observation", entries of a Dict of actions are keys of their own. Where `GymWrapper` steps an
@@ -112,7 +114,7 @@ class SharedVectorWrapper(EnvBase):  # type: ignore[misc]
 
 
 class _SpacesOnly(gymnasium.Env):  # type: ignore[misc]
-    """An environment that has spaces, and does nothing."""
+    """An environment with spaces that does nothing."""
 
     def __init__(self, envs: SharedVectorEnv) -> None:
         self.observation_space, self.action_space = envs.single_observation_space, envs.single_action_space
@@ -149,7 +151,10 @@ def _wrap_one(envs: SharedVectorEnv, device: Any, is_categorical: bool) -> Any:
 
 
 def _check_tuples(space: gymnasium.Space[Any]) -> None:
-    """Raises a SpecError if a Tuple has a Dict, which torchrl's environments confuse with arrays."""
+    """Raises SpecError if a Tuple has a Dict.
+
+    torchrl's environments confuse it with arrays.
+    """
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         for each in space.values() if isinstance(space, spaces.Dict) else space:
             if isinstance(space, spaces.Tuple) and isinstance(each, spaces.Dict):
@@ -158,7 +163,7 @@ def _check_tuples(space: gymnasium.Space[Any]) -> None:
 
 
 def _check_starts(space: gymnasium.Space[Any]) -> None:
-    """Raises a SpecError if numbers that do not begin at 0 are to be one-hot."""
+    """Raises SpecError for one-hot numbers that do not start at 0."""
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         for each in space.values() if isinstance(space, spaces.Dict) else space:
             _check_starts(each)
@@ -167,12 +172,15 @@ def _check_starts(space: gymnasium.Space[Any]) -> None:
 
 
 def _name_space(space: gymnasium.Space[Any], spec: Any) -> spaces.Dict:
-    """Returns a Dict as it is, and another space as one of the name in its spec."""
+    """Returns a Dict as it is, another space as a Dict of one.
+
+    Its entry has the name in the spec.
+    """
     return space if isinstance(space, spaces.Dict) else spaces.Dict(dict.fromkeys(spec, space))
 
 
 def _names(space: spaces.Dict) -> Iterator[tuple[str, str]]:
-    """Yields the keys of a Dict, and what torchrl calls them."""
+    """Yields the keys of a Dict, and torchrl's names for them."""
     for key in space:
         yield key, "observation" if key == "state" and "observation" not in space.spaces else key
 
@@ -217,7 +225,10 @@ def _read_actions(space: gymnasium.Space[Any], spec: Any, values: Any) -> Any:
 
 
 def _split(space: gymnasium.Space[Any], actions: np.ndarray) -> Any:
-    """Returns actions (N, k, ...) of a Tuple of k spaces as k arrays; others as they are."""
+    """Splits actions (N, k, ...) of a Tuple of k spaces into k arrays.
+
+    Returns actions of other spaces as they are.
+    """
     if isinstance(space, spaces.Tuple):
         return tuple(_split(each, actions[:, k]) for k, each in enumerate(space))
     return actions

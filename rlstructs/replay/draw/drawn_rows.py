@@ -1,4 +1,7 @@
-"""Remembers what drawn row ids stood for: rows may be overwritten before their new priorities arrive."""
+"""Remembers the contents of drawn rows until their new priorities arrive.
+
+Rows may be overwritten in between.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ class Draw:
     sorted_rows: tuple[np.ndarray, np.ndarray] | None = None
 
     def steps(self) -> np.ndarray:
-        """The steps of the rows at the time of the draw, int64."""
+        """Returns the steps of the rows at the time of the draw, int64."""
         if self.known is None:
             assert self.view is not None
             self.known = self.view.steps(self.rows)
         return self.known
 
     def sort_by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows and their steps, sorted by rows."""
+        """Returns the rows and their steps, sorted by rows."""
         if self.sorted_rows is None:
             order = np.argsort(self.rows)
             self.sorted_rows = self.rows[order], self.steps()[order]
         return self.sorted_rows
 
     def was_held(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Whether these rows already held these steps at the time of the draw, bool."""
+        """Marks rows that already held these steps at the draw, bool."""
         if self.view is None:
             return np.zeros(rows.shape, bool)
         return np.asarray(steps < self.view.head[self.view.columns.lanes(rows)])
@@ -53,7 +56,10 @@ class DrawnRows:
         self._draws: tuple[Draw, ...] = ()
 
     def remember(self, view: View, rows: np.ndarray) -> None:
-        """Remembers a draw of rows of any shape, so that `find_unchanged` recognises what was overwritten since."""
+        """Remembers a draw of rows of any shape.
+
+        `find_unchanged` needs it to recognise rows that were overwritten since.
+        """
         if rows.size:  # a copy, because the caller may write to the rows
             self._draws = (Draw(rows.flatten(), view), *self._draws[: N_DRAWS - 1])
 
@@ -67,10 +73,10 @@ class DrawnRows:
         return rows.tobytes() == last.rows.tobytes()  # several times faster than ==, and dtypes are nearly always equal
 
     def are_of_now(self, rows: np.ndarray, view: View) -> bool:
-        """Whether the caller means the current content of these rows, for example after writing them.
+        """Whether these ids refer to the rows that are stored now.
 
-        True if all were written since the last draw, or if they are all rows of the store; False if they are the rows
-        of a draw.
+        The caller may have written them just before. True if all were written since the last draw, or if they are all
+        rows of the store; False if they are the rows of a draw.
         """
         last = self._draws[0].view if self._draws else None
         if last is None or not rows.size:
@@ -83,7 +89,7 @@ class DrawnRows:
         return not is_drawn and bool(view.holds(rows, now).all())
 
     def find_unchanged(self, view: View, rows: np.ndarray) -> np.ndarray:
-        """Which rows still hold what they held when they were drawn, bool.
+        """Marks rows with the same content as when they were drawn, bool.
 
         If the rows are those of one draw, that draw counts; otherwise the last draw that has a row. A row that is in no
         remembered draw stands for its current content.
@@ -103,7 +109,10 @@ class DrawnRows:
         return np.asarray(held & ((meant < 0) | (meant == now)))
 
     def _find_drawn_steps(self, rows: np.ndarray, now: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """The step each row held when it was last drawn, int64; -1 if that is unknown or equal to `now`."""
+        """Finds the step of each row when it was last drawn, int64.
+
+        It is -1 where it is unknown or equal to `now`.
+        """
         meant = np.full(rows.size, -1, np.int64)
         if not self._draws:
             return meant
@@ -127,7 +136,10 @@ class DrawnRows:
             draw.view, draw.known, draw.sorted_rows = None, steps, None
 
     def array(self) -> np.ndarray:
-        """All draws for a file, int64 (3, n): row ids, steps and the number of the draw."""
+        """Returns all draws for a file, int64 (3, n).
+
+        The three are row ids, steps and the number of the draw.
+        """
         draws = [
             np.stack([draw.rows, draw.steps(), np.full(draw.rows.size, number)])
             for number, draw in enumerate(self._draws)
@@ -136,7 +148,7 @@ class DrawnRows:
 
     @classmethod
     def restored(cls, drawn: np.ndarray, n_rows: int) -> DrawnRows:
-        """Creates the draws of a file, of a store with so many rows.
+        """Creates the draws of a file, for a store of `n_rows` rows.
 
         Raises:
             ValueError: they are not what `array` gave.

@@ -17,7 +17,7 @@ import numpy as np
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.view import AnyView, View
 
-# How sequences treat the end of an episode: they go on behind it, mask what lies behind it, or never hold one inside.
+# How sequences treat the end of an episode: they cross it, mask the rows after it, or never have one inside.
 CROSS_ENDS, MASK_ENDS, AVOID_ENDS = EPISODE_ENDS = ("cross", "mask", "never")
 # What a row that may be drawn is, for messages.
 WINDOW = "window of this length"
@@ -65,7 +65,7 @@ class Picker(Protocol):
             n: how many.
             rng: the generator.
             fits: returns which rows may be drawn, bool; None for all.
-            wanted: what a row that fits is, for the message.
+            wanted: describes a row that fits, for the message.
 
         Returns:
             The rows, int64 (n,), and more values of each.

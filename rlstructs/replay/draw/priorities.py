@@ -1,4 +1,4 @@
-"""Priorities of rows, in a sum tree, and draws of rows in proportion to them.
+"""Priorities of rows, in a sum tree, and draws in proportion to them.
 
 Schaul et al., Prioritized Experience Replay (2016): P(i) = p_i^alpha / sum of p_k^alpha. The weight (N P(i))^-beta,
 divided by the largest weight, is (min_k p_k^alpha / p_i^alpha)^beta.
@@ -45,7 +45,7 @@ def exponent(name: str, value: Any) -> float:
 
 
 def importance_weights(leaves: np.ndarray, smallest: float, beta: float) -> np.ndarray:
-    """Importance weights over the largest of them, float32.
+    """Computes importance weights, divided by the largest of them, float32.
 
     Args:
         leaves: priorities to the power of alpha, above 0.
@@ -56,12 +56,12 @@ def importance_weights(leaves: np.ndarray, smallest: float, beta: float) -> np.n
 
 
 def limit_of(n_rows: int, alpha: float) -> float:
-    """The largest priority allowed, so that `n_rows` of them have a finite sum."""
+    """Returns the largest allowed priority: `n_rows` of them have a finite sum."""
     return float((LARGEST / n_rows) ** min(1.0, 1 / alpha)) if alpha else LARGEST
 
 
 def largest_of(priorities: np.ndarray, limit: float) -> float:
-    """The largest of one or more priorities.
+    """Returns the largest of one or more priorities.
 
     Raises:
         SpecError: one is above the limit, negative or NaN.
@@ -83,7 +83,9 @@ def _require_any(total: float) -> None:
 
 
 class Priorities:
-    """Priorities of a store's rows; a new row gets the largest priority ever set, initially 1.
+    """Priorities of a store's rows.
+
+    A new row gets the largest priority ever set, initially 1.
 
     Args:
         n_rows: of the store.
@@ -123,7 +125,7 @@ class Priorities:
 
     @staticmethod
     def nbytes_of(n_rows: int, n_lanes: int) -> int:
-        """Bytes that the priorities of a store take."""
+        """Returns the bytes that the priorities of a store take."""
         from rlstructs.replay.draw.sum_tree import SumTree
 
         return SumTree.nbytes_of(n_rows) + 8 * n_lanes
@@ -148,7 +150,7 @@ class Priorities:
             self.max_priority = max(self.max_priority, given)
             return
         leaves, largest = self.tree.values, self.max_priority
-        # The factor allows for rounded powers. With alpha 0 leaves do not tell priorities.
+        # The factor allows for rounded powers. With alpha 0, priorities cannot be computed from leaves.
         if self.alpha and rows.size and leaves[rows].max() >= 0.999999 * largest**self.alpha:
             others = np.ones(leaves.size, bool)
             others[rows] = False
@@ -190,7 +192,9 @@ class Priorities:
         return rows, {LEAVES: self.tree.values.take(rows)}
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """Draws `n` row ids in proportion to their priorities, one from each n-th of the total.
+        """Draws `n` row ids in proportion to their priorities.
+
+        The total of all priorities is divided into `n` equal parts, and each part gives one row.
 
         Raises:
             SpecError: every priority is zero.
@@ -217,8 +221,8 @@ class Priorities:
             storage: the store.
             indexes: int, row ids, of any library.
             priorities: numbers of the same size, finite, at least 0.
-            may_be_of_now: whether rows that were all written since the last draw, or all rows together, are meant
-                as they are now; otherwise a row means what it was when it was last drawn.
+            may_be_of_now: whether ids of rows that were all written since the last draw, or of all rows, refer to the
+                rows stored now; otherwise an id refers to the row that it stood for when it was last drawn.
 
         Raises:
             SpecError, IndexError: an argument is invalid; nothing changes.
@@ -239,7 +243,7 @@ class Priorities:
             view: of the store, taken just before.
             rows: int64 (n,), row ids; if one is repeated, its last priority counts.
             priorities: (n,), finite, at least 0.
-            is_last: whether the rows are known to be those of the last draw, or meant as they are now.
+            is_last: whether the ids are known to be those of the last draw, or to refer to the rows stored now.
 
         Raises:
             SpecError: an argument is invalid; nothing changes.
@@ -274,7 +278,9 @@ class Priorities:
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
 
     def set_alpha(self, alpha: float) -> None:
-        """Changes the exponent and recomputes the tree; with an old exponent of 0 every priority becomes 1.
+        """Changes the exponent and recomputes the tree.
+
+        With an old exponent of 0 every priority becomes 1.
 
         Raises:
             SpecError: the largest priority would be too large; nothing has changed.
@@ -305,11 +311,11 @@ class Priorities:
         self._limit = limit_of(n_rows, self.alpha)
 
     def state(self) -> dict[str, float]:
-        """The header of a file, beside `arrays`."""
+        """Returns the header of a file, beside `arrays`."""
         return {"alpha": self.alpha, "max_priority": self.max_priority}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of a file."""
+        """Returns the arrays of a file."""
         return {TREE_LEAVES: self.tree.values, FOLLOWED_STEPS: self.synced, DRAWN_ROWS: self.drawn.array()}
 
     def restored(
@@ -319,13 +325,15 @@ class Priorities:
         claims: Claims | None = None,
         alpha: float | None = None,
     ) -> Priorities:
-        """Creates new priorities from the arrays of a file; if it has none, every row gets the same priority.
+        """Creates new priorities from the arrays of a file.
+
+        If it has none, every row gets the same priority.
 
         Args:
             arrays: of the file.
             state: of the file: `alpha` and `max_priority`.
             claims: the file's counters and columns; None if they are known to fit.
-            alpha: exponent of the new priorities, which the file's is known to be; None for that of this object.
+            alpha: exponent of the new priorities, known to be the file's; None for the exponent of this object.
 
         Raises:
             ValueError: the arrays do not fit.
@@ -349,7 +357,10 @@ class Priorities:
         return new
 
     def _check_max_priority(self, max_priority: Any, leaves: np.ndarray) -> float:
-        """Returns `max_priority` as a float; raises ValueError unless it and all leaves are possible values."""
+        """Returns `max_priority` as a float, after checking it and the leaves.
+
+        Raises ValueError unless they are possible values.
+        """
         most = LARGEST / leaves.size * (1 + ROUNDED)
         is_number = type(max_priority) in (int, float) and 0 < max_priority <= self._limit * (1 + ROUNDED)
         if not is_number or not ((leaves >= 0) & (leaves <= most)).all():  # not true of NaN

@@ -1,4 +1,7 @@
-"""Reads rows for samples: n-step returns, stacks of frames, and keys that are made of stored columns."""
+"""Reads rows for samples.
+
+There are n-step returns, stacks of frames, and keys that are made of stored columns.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Source(NamedTuple):
         columns: one, or several, whose flags are joined by "or".
         place: `ANCHOR`, `LAST`, `NEXT` or `SUM`.
         is_stacked: whether it becomes a stack, unless the reading has none or it is summed.
-        seen: the column of all frames of a stack but the last; None for the same column.
+        seen: the column of all frames of a stack except the last; None for the same column.
     """
 
     columns: tuple[str, ...]
@@ -95,7 +98,10 @@ class Reading:
         return read_sources(view, storage.gather, specs, sources, rows, self, discount=discount)
 
     def earliest(self, view: View, rows: np.ndarray) -> np.ndarray:
-        """The first row that is read for each of these, of the same shape."""
+        """Returns the first row that is read for each of these.
+
+        The result has the same shape.
+        """
         if self.stack_num == 1 or view.episodes is None:
             return rows
         return view.frames(rows.reshape(-1), self.stack_num)[:, 0].reshape(rows.shape)
@@ -114,7 +120,10 @@ _Group = tuple[tuple[str, bool], tuple[str, ...]]
 
 
 class _Key(NamedTuple):
-    """A key of a sample: its place as it is read, its group, and which of the group's columns are its own."""
+    """A key of a sample.
+
+    It has the place as it is read, its group, and which of the group's columns are its own.
+    """
 
     key: str
     source: Source
@@ -124,7 +133,10 @@ class _Key(NamedTuple):
 
 
 class Sources(dict[str, Source]):
-    """The way to read each key of a sample; immutable, so that what follows from it is found once."""
+    """The way to read each key of a sample.
+
+    It is immutable, so that everything computed from it is computed once.
+    """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         super().__init__(sources)
@@ -151,7 +163,10 @@ class Sources(dict[str, Source]):
 def _find_sources(
     stack_num: int, stack_keys: tuple[str, ...] | None, names: tuple[str, ...], stored: tuple[str, ...]
 ) -> Sources:
-    """The way to read columns by the usual meaning of their names, where these columns are stored."""
+    """Finds the way to read columns by the usual meaning of their names.
+
+    `stored` has the names of all stored columns.
+    """
     reading, found = Reading(stack_num=stack_num, stack_keys=stack_keys), {}
     for name in names:
         place = SUM if is_reward(name) else LAST if is_after(name) else ANCHOR
@@ -226,7 +241,7 @@ class _Places:
             self._found |= {(SUM, False): window, (LAST, False): window[:, -1]}
 
     def find(self, place: str, is_stacked: bool) -> np.ndarray:
-        """Row ids (n,), the windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
+        """Finds row ids (n,), windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
         if (place, is_stacked) not in self._found:
             if not is_stacked:
                 found = self._view.next(self.find(self._last, False))
@@ -240,7 +255,9 @@ class _Places:
 
 
 def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: float) -> Any:
-    """The discounted sums of rewards, (B, ...), a numpy array or tensor like the rewards.
+    """Computes the discounted sums of rewards, (B, ...).
+
+    They are a numpy array or tensor like the rewards.
 
     Args:
         name: of the column, for messages.

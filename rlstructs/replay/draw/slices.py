@@ -96,7 +96,7 @@ class Slices:
         return view.run(view.columns.at_steps(0, first + number), length)
 
     def _weight(self, n_steps: Any) -> Any:
-        """The weight of an episode with so many steps, int64."""
+        """Returns the weight of an episode with `n_steps` steps, int64."""
         if self.per == TRAJECTORY:
             return np.where(n_steps >= (self._length if self.strict else 1), 1, 0)
         return np.maximum(n_steps - self._length + 1, np.where(n_steps > 0, 0 if self.strict else 1, 0))

@@ -1,4 +1,4 @@
-"""Random streams of memories: each process that has a copy of a memory draws from a stream of its own.
+"""Random streams of memories, a different one in each process.
 
 numpy's generators have a lock that a fork copies as it is: where another thread was drawing, a forked child would wait
 for it for ever. And copies of a generator in several processes draw the same numbers. So a child that is forked, and a

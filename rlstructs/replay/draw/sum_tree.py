@@ -1,11 +1,11 @@
 # mypy: disable-error-code="valid-type,untyped-decorator,attr-defined"
-"""Trees of sums and minima of priorities, which draw leaves in proportion and are updated in batches.
+"""Trees of sums and minima of priorities.
 
-There are two Warp kernels in float64, which go level by level. A draw moves all of its masses down one level before the
-next, because the loads of a level overlap. An update writes leaves, and then computes the parents of each level from
-their children: a parent is always the sum of its children, so errors do not accumulate. A node has eight children,
-which share a cache line. With a million leaves the levels above take 1 MB, so that a draw waits for memory about once;
-with two children per node it would be four times.
+They draw leaves in proportion and are updated in batches. There are two Warp kernels in float64, which go level by
+level. A draw moves all of its masses down one level before the next, because the loads of a level overlap. An update
+writes leaves, and then computes the parents of each level from their children: a parent is always the sum of its
+children, so errors do not accumulate. A node has eight children, which share a cache line. With a million leaves the
+levels above take 1 MB, so that a draw waits for memory about once; with two children per node it would be four times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Node = wp.types.vector(length=FAN_OUT, dtype=wp.float64)
 
 @wp.struct
 class Arrays:
-    """The arguments of a kernel as one parameter, since a launch passes each parameter by itself."""
+    """The arguments of a kernel, as one parameter.
+
+    A launch passes each parameter by itself, which takes longer.
+    """
 
     sums: wp.array(dtype=wp.float64)
     nodes: wp.array(dtype=Node)
@@ -180,7 +183,7 @@ class SumTree:
 
     @staticmethod
     def nbytes_of(n_leaves: int) -> int:
-        """Bytes of a tree."""
+        """Returns the bytes of a tree."""
         sizes = _level_sizes(n_leaves)
         return 8 * (sum(sizes) + sum(sizes[1:]))
 
@@ -200,9 +203,10 @@ class SumTree:
         return self.sums[: self.n_leaves]
 
     def draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
-        """Draws a leaf from each n-th of the total, in proportion to the values, int64 (n,), in ascending order.
+        """Draws n leaves in proportion to the values, int64 (n,), ascending.
 
-        None of them is zero, unless all leaves are.
+        The total is divided into n equal parts, and each part gives one leaf. None of them is zero, unless all leaves
+        are.
         """
         return self.draw_with_values(n, rng)[0]
 
@@ -243,7 +247,10 @@ class SumTree:
             least = self.minima[start : start + -(-n // FAN_OUT) * FAN_OUT]
 
     def _make_room(self, n: int) -> None:
-        """Makes memory for n leaves, and records launches that use it: making both costs more than a launch."""
+        """Makes memory for n leaves, and records launches that use it.
+
+        Making both for each call would cost more than the launch.
+        """
         start_warp()
         self._room = max(n, 256)
         self._values, self._leaves = np.zeros(self._room + 1), np.zeros(self._room, np.int64)
@@ -273,14 +280,17 @@ def _nodes(array: np.ndarray) -> Any:
 
 
 def _aligned(n: int) -> np.ndarray:
-    """n zeros, aligned to a cache line."""
+    """Makes n zeros, aligned to a cache line."""
     space = np.zeros(n + CACHE_LINE // 8)
     start = -space.ctypes.data % CACHE_LINE // 8
     return space[start : start + n]
 
 
 def _level_sizes(n_leaves: int) -> list[int]:
-    """The sizes of the levels from the leaves to the root, padded so that every node has all of its children."""
+    """Returns the sizes of the levels, from the leaves to the root.
+
+    They are padded so that every node has all of its children.
+    """
     if n_leaves < 1:
         raise SpecError(f"a sum tree needs at least 1 leaf, got {n_leaves}")
     sizes: list[int] = []

@@ -67,7 +67,10 @@ class View:
 
     @property
     def head(self) -> np.ndarray:
-        """The head of each lane, int64 (n_lanes,), which determines the step of a row id."""
+        """The head of each lane, int64 (n_lanes,).
+
+        It determines the step of a row id.
+        """
         return self._of_lanes(self._head)
 
     def _of_lanes(self, value: Any) -> np.ndarray:
@@ -75,11 +78,14 @@ class View:
 
     @property
     def steps_of_all(self) -> tuple[int, int] | None:
-        """The first step and the number of steps, if they are the same in every lane."""
+        """The first step and the number of steps of every lane.
+
+        None if lanes differ.
+        """
         return (self._low, self._high - self._low) if self.aligned else None
 
     def counts(self) -> np.ndarray:
-        """Rows per lane, int64."""
+        """Counts the rows of each lane, int64."""
         return np.asarray(self.high - self.low)
 
     def row_ids(self, index: np.ndarray) -> np.ndarray:
@@ -95,13 +101,13 @@ class View:
         return index if self.total == self.columns.n_rows else self.row_ids(index)
 
     def every_row(self) -> np.ndarray:
-        """All row ids, sorted by row number."""
+        """Lists all row ids, sorted by row number."""
         if self.aligned and self.columns.order == LANE:
             return self.columns.between(self._low, self._high)
         return self.row_ids(np.arange(self.total))
 
     def by_step(self) -> np.ndarray:
-        """All row ids, sorted by step and then by lane."""
+        """Lists all row ids, sorted by step and then by lane."""
         if self.aligned:
             steps = np.arange(self._low, self._high)[:, None]
             return self.columns.at_steps(np.arange(self.columns.n_lanes), steps).reshape(-1)
@@ -109,13 +115,16 @@ class View:
         return rows[np.lexsort((self.columns.lanes(rows), self.steps(rows)))]
 
     def by_lane(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """All row ids, sorted by lane and then by step, and the positions where sequences of `length` begin."""
+        """Lists all row ids, sorted by lane and then by step.
+
+        Also returns the positions where sequences of `length` begin.
+        """
         counts = self.counts()
         lanes = np.repeat(np.arange(counts.size), counts)
         return self.columns.at_steps(lanes, self.low[lanes] + _places(lanes)), find_starts(lanes, length)
 
     def by_slot(self, index: np.ndarray) -> np.ndarray:
-        """The row ids with these numbers, counted by lane and then by slot.
+        """Returns the row ids with these numbers, counted by lane and slot.
 
         Raises:
             IndexError: there are fewer rows.
@@ -129,18 +138,21 @@ class View:
             ends = np.cumsum(counts)
             lanes = np.searchsorted(ends, index, side="right")
             number, low, counts = index - (ends - counts)[lanes], low[lanes], counts[lanes]
-        # The newest rows come first where a lane has gone on to its first slot.
+        # The newest rows come first in a lane that has wrapped.
         first = low % capacity
         around = np.maximum(first + counts - capacity, 0)
         return self.columns.rows(lanes, np.where(number < around, number, first + number - around))
 
     def newest(self) -> np.ndarray:
-        """The row id of the newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
+        """Returns the newest row id of each lane, int64 (n_lanes,).
+
+        For an empty lane it is the first slot.
+        """
         steps = max(self._head - 1, self._low) if self.aligned else np.maximum(self._head - 1, self._low)
         return self.columns.rows(np.arange(self.columns.n_lanes), steps % self.columns.capacity)
 
     def newer(self, since: np.ndarray) -> np.ndarray:
-        """The row ids of all rows from the steps `since` (n_lanes,) on."""
+        """Lists all row ids from the steps `since` (n_lanes,) on."""
         low = np.maximum(self.low, since)
         counts = np.maximum(self.head - low, 0)
         return numbered(self.columns, low, counts)
@@ -148,7 +160,7 @@ class View:
     # Neighbours in the lane
 
     def steps(self, rows: np.ndarray) -> np.ndarray:
-        """The steps of row ids, int64."""
+        """Returns the steps of row ids, int64."""
         return self.columns.steps(rows, self._head - 1)
 
     def ages(self, rows: np.ndarray) -> np.ndarray:
@@ -171,7 +183,7 @@ class View:
         return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
 
     def is_reserved(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows a writer is about to write, bool."""
+        """Marks rows that a writer is about to write, bool."""
         return np.asarray(
             self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[self.columns.lanes(rows)]
         )
@@ -179,7 +191,7 @@ class View:
     # Neighbours in the episode
 
     def unfinished(self) -> np.ndarray:
-        """The newest rows of the lanes whose episodes go on, int64."""
+        """Returns the newest rows of the lanes whose episodes go on, int64."""
         newest = self.newest()
         if self.total < self.columns.n_rows:  # lanes may be empty
             newest = newest[self.counts() > 0]
@@ -190,7 +202,7 @@ class View:
         return self._tracked().begin(rows)
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
-        """The number of valid rows before each in its episode, int64."""
+        """Counts the valid rows before each in its episode, int64."""
         return np.asarray(np.minimum(self._tracked().times(rows), self.ages(rows)))
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
@@ -198,15 +210,24 @@ class View:
         return np.asarray(np.minimum(self._tracked().remaining(rows), self.left(rows)))
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
-        """The row before each in its episode, or the row itself if there is none."""
+        """Returns the previous row of each row's episode.
+
+        It is the row itself if there is none.
+        """
         return self.columns.shifted(rows, (self.depths(rows) == 0) - np.int64(1))
 
     def next(self, rows: np.ndarray) -> np.ndarray:
-        """The row after each in its episode, or the row itself if there is none."""
+        """Returns the next row of each row's episode.
+
+        It is the row itself if there is none.
+        """
         return self.columns.shifted(rows, self.remaining(rows) != 1)
 
     def frames(self, rows: np.ndarray, n: int) -> np.ndarray:
-        """Each row (B,) after the n - 1 before it in its episode, (B, n); the first valid one is repeated."""
+        """Returns the last n rows of an episode up to each row, (B, n).
+
+        The first valid row is repeated.
+        """
         back = np.minimum(np.arange(n - 1, -1, -1), self.depths(rows)[:, None])
         return self.columns.shifted(rows[:, None], -back)
 
@@ -222,7 +243,10 @@ class View:
         return self.columns.shifted(rows[:, None], offsets), mask
 
     def episodes_of(self, rows: np.ndarray) -> np.ndarray:
-        """A number for each row (B,) that only rows of the same episode share, int64."""
+        """Returns a number for the episode of each row (B,), int64.
+
+        Rows have the same number only if they are of the same episode.
+        """
         first = self.steps(rows) - self._tracked().times(rows)
         return np.asarray(first * self.columns.n_lanes + self.columns.lanes(rows))
 
@@ -294,13 +318,19 @@ class JoinedView:
     def _fill(
         self, found: np.ndarray, rows: np.ndarray, find: Callable[[View, np.ndarray, int], np.ndarray]
     ) -> np.ndarray:
-        """Fills an array with what `find` returns for a part, its own row ids, and their offset."""
+        """Fills an array with the results of `find` for each part.
+
+        `find` takes the part, the rows' ids in it, and the part's offset.
+        """
         for part, at, own, offset in self.split(rows):
             found[at] = find(part, own, offset)
         return found
 
     def split(self, rows: np.ndarray) -> Iterator[tuple[View, np.ndarray, np.ndarray, int]]:
-        """The parts of these rows: where its rows are in `rows`, bool; their ids in the part; and their offset."""
+        """Yields each part that has some of these rows.
+
+        With it come a mask of its rows in `rows`, bool; their ids in the part; and the part's offset.
+        """
         for part, (start, stop) in zip(self.parts, itertools.pairwise(self.offsets), strict=True):
             inside = (rows >= start) & (rows < stop)
             if inside.any():
@@ -311,17 +341,23 @@ AnyView = View | JoinedView
 
 
 def find_starts(lanes: np.ndarray, length: int) -> np.ndarray:
-    """The positions where sequences of `length` rows begin; `lanes`, those of the rows, are sorted."""
+    """Returns the positions where sequences of `length` rows begin.
+
+    `lanes`, one for each row, are sorted.
+    """
     return np.flatnonzero(_places(lanes) % length == 0)
 
 
 def _places(lanes: np.ndarray) -> np.ndarray:
-    """The number of each row in its lane; the lanes are sorted."""
+    """Numbers the rows within their lanes; the lanes are sorted."""
     return np.asarray(np.arange(lanes.size) - np.searchsorted(lanes, lanes))
 
 
 def numbered(columns: RowIds, low: np.ndarray, counts: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
-    """The row ids of row numbers, which count `counts` rows of each lane from the step `low` on; None for all."""
+    """Returns the row ids of row numbers; None for all rows.
+
+    The numbers count `counts` rows of each lane, from the step `low` on.
+    """
     ends = np.cumsum(counts)
     index = np.arange(ends[-1]) if index is None else index
     lanes = np.searchsorted(ends, index, side="right")
@@ -330,5 +366,8 @@ def numbered(columns: RowIds, low: np.ndarray, counts: np.ndarray, index: np.nda
 
 
 def draw_numbers(total: int, n: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws `n` numbers below `total`, each as likely as any other, in half the time of `rng.integers`; int64."""
+    """Draws `n` numbers below `total`, uniformly; int64.
+
+    It takes half the time of `rng.integers`.
+    """
     return (rng.random(n) * total).astype(np.int64)

@@ -1,4 +1,7 @@
-"""Converts arrays of any library to numpy, and bfloat16, which numpy lacks, to its bits."""
+"""Converts arrays of any library to numpy, and bfloat16 to bits.
+
+numpy lacks bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from rlstructs.structures.tree import TensorMap
 
 
 def host_array(name: str, value: Any) -> np.ndarray:
-    """Converts an array of any library to numpy, without a copy if possible; bfloat16 becomes float32.
+    """Converts an array of any library to numpy, without a copy if possible.
+
+    bfloat16 becomes float32.
 
     Raises:
         SpecError: it is no array, or numpy lacks its dtype or layout.
@@ -44,7 +49,10 @@ def host_arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def ready_arrays(values: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, np.ndarray]:
-    """Keeps the values that need no conversion for their columns, as arrays: of numpy or torch, of the same dtype."""
+    """Selects the values that need no conversion for their columns.
+
+    These are arrays of numpy or torch with the column's dtype; all are returned as numpy arrays.
+    """
     found = {}
     for name, value in values.items():
         spec = specs.get(name)
@@ -56,7 +64,7 @@ def ready_arrays(values: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[s
 
 
 def view_tensor(tensor: torch.Tensor) -> np.ndarray | None:
-    """A tensor as an array over its memory; None if numpy cannot have it."""
+    """Views a tensor as an array; None if numpy cannot have it."""
     try:
         array: np.ndarray = tensor.numpy()
     except (RuntimeError, TypeError):
@@ -80,7 +88,7 @@ def find_marks(columns: Mapping[str, Any], n_lead: int = 2) -> np.ndarray | None
 
 
 def any_marks(ended: list[np.ndarray]) -> np.ndarray:
-    """Whether a mark of each row, (n, ...), is not zero, bool (n,)."""
+    """Marks rows in which a mark, (n, ...), is not zero, bool (n,)."""
     done: Any = None
     for mark in ended:
         flags: Any = mark if mark.dtype == bool else mark != 0
@@ -105,7 +113,9 @@ def row_ids(indexes: Any, n_rows: int) -> np.ndarray:
 
 
 def real_numbers(name: str, value: Any) -> np.ndarray:
-    """Converts an array of real numbers of any library to float64, without a copy if it is that.
+    """Converts an array of real numbers of any library to float64.
+
+    An array that is float64 already is not copied.
 
     Raises:
         SpecError: these are no real numbers.
@@ -117,7 +127,10 @@ def real_numbers(name: str, value: Any) -> np.ndarray:
 
 
 def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
-    """Returns `seed` if it is a generator, or a new one with this seed; None seeds it from torch's global generator."""
+    """Returns `seed` if it is a generator, or a new one with this seed.
+
+    None draws a seed from torch's global generator.
+    """
     if isinstance(seed, np.random.Generator):
         return seed
     if seed is None:
@@ -128,12 +141,18 @@ def generator_of(seed: np.random.Generator | int | None) -> np.random.Generator:
 
 
 def encoded(name: str, values: Any, spec: Spec) -> Any:
-    """Encodes numbers for a column of bfloat16 as bits; returns all others, and tensors, unchanged."""
+    """Encodes numbers for a column of bfloat16 as bits.
+
+    Values of other columns, and tensors, are returned unchanged.
+    """
     return values if not spec.is_bfloat16 or isinstance(values, torch.Tensor) else to_bits(name, values)
 
 
 def as_whole(values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Converts floats to int64 for a column of integers or bools if they are whole numbers, as flags often are."""
+    """Converts floats to int64 if all of them are whole numbers.
+
+    Only for a column of integers or bools: flags are often floats. Other values are returned unchanged.
+    """
     if values.dtype.kind != "f" or spec.is_bfloat16 or spec.dtype.kind not in "biu":
         return values
     wide = values.astype(np.float64)
@@ -141,7 +160,10 @@ def as_whole(values: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def cast_freely(values: np.ndarray, spec: Spec) -> np.ndarray:
-    """Casts real numbers to the dtype of a column as torch's `copy_` does: cut off, wrapped, or infinite."""
+    """Casts real numbers to a column's dtype as torch's `copy_` does.
+
+    They may be cut off, wrapped, or become infinite.
+    """
     kind = spec.dtype.kind
     if spec.is_bfloat16 or values.dtype == spec.dtype or values.dtype.kind not in "biuf":
         return values
@@ -175,9 +197,10 @@ NUMBERS = (np.generic, np.ndarray)
 
 
 def plain_items(batch: Any) -> dict[str, Any] | None:
-    """Flattens quickly what needs no conversion; returns None for what only `flat_items` can do.
+    """Flattens a batch quickly if nothing needs conversion.
 
-    That is a key that is no string or is given twice, and lists or arrays of mappings.
+    None if only `flat_items` can do it: a key is not a string or is given twice, or there are lists or arrays of
+    mappings.
     """
     flat: dict[str, Any] = {}
     items = getattr(batch, "items", None)
@@ -205,10 +228,10 @@ def plain_items(batch: Any) -> dict[str, Any] | None:
 
 
 def flat_items(batch: Any, owner: str) -> dict[str, Any]:
-    """Flattens a batch to one dict, nested names joined with `/`; values stay as they are.
+    """Flattens a batch to one dict, nested names joined with `/`.
 
-    A list or an array of mappings, such as the infos of environments, becomes arrays with a row for each mapping, zero
-    where a mapping lacks the key.
+    Values are returned as they are. A list or an array of mappings, such as the infos of environments, becomes arrays
+    with a row for each mapping, zero where a mapping lacks the key.
 
     Args:
         batch: a mapping, a `DictTensor`, or any object with `keys` and `[]`, such as tensordict's and tianshou's.
@@ -239,12 +262,12 @@ def flat_items(batch: Any, owner: str) -> dict[str, Any]:
 
 
 def is_mapping(value: Any) -> bool:
-    """Whether it has keys."""
+    """Whether a value has keys."""
     return isinstance(value, (Mapping, TensorMap)) or (hasattr(value, "keys") and hasattr(value, "__getitem__"))
 
 
 def are_mappings(value: Any) -> bool:
-    """Whether it is a list, or an array of objects, each of which has keys."""
+    """Whether a value is a list or an array of mappings."""
     is_array = type(value) is np.ndarray and value.dtype == object and value.ndim == 1
     return (is_array or type(value) in (list, tuple)) and len(value) > 0 and all(map(is_mapping, value))
 
@@ -295,7 +318,7 @@ def as_rows(name: str, value: Any, spec: Spec | None) -> tuple[Any, Spec]:
 
 
 def spec_of(name: str, dtype: Any) -> Spec:
-    """The spec of a column of single numbers.
+    """Returns the spec of a column of single numbers.
 
     Args:
         name: of the column.
@@ -317,7 +340,10 @@ def spec_of(name: str, dtype: Any) -> Spec:
 
 
 def is_number_of(dtype: np.dtype, value: Any, limits: Mapping[type, tuple[Any, Any]]) -> bool:
-    """Whether a column of this dtype, and with these limits, takes a number as it is."""
+    """Whether a column of this dtype takes a number as it is.
+
+    `limits` are those of `number_limits`.
+    """
     if isinstance(value, NUMBERS):
         if value.ndim or value.dtype is dtype:
             return not value.ndim
@@ -327,7 +353,10 @@ def is_number_of(dtype: np.dtype, value: Any, limits: Mapping[type, tuple[Any, A
 
 
 def number_limits(spec: Spec, exactly: bool) -> dict[type, tuple[Any, Any]]:
-    """Python type -> the range of its numbers that a column holds; with `exactly`, without rounding floats."""
+    """Returns the range that a column holds, for each Python type.
+
+    With `exactly`, floats count only if they are not rounded.
+    """
     kind, dtype = spec.dtype.kind, spec.dtype
     if kind == "c" or spec.is_bfloat16 or spec.is_object:
         return {}

@@ -28,7 +28,7 @@ Held = Callable[[str], np.ndarray]
 
 @dataclass
 class Plan:
-    """Rows in the form that columns will take, and the changes of columns before that.
+    """Rows converted for their columns, and the changes of columns before that.
 
     Attributes:
         rows: name -> values.
@@ -41,7 +41,7 @@ class Plan:
     folded: dict[str, list[str]] = field(default_factory=dict)
 
     def specs(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
-        """The specs of the columns after the change."""
+        """Returns the specs of the columns after the change."""
         if not self.changed and not self.folded:
             return dict(specs)
         gone = {name for below in self.folded.values() for name in below}
@@ -124,7 +124,7 @@ def _is_empty(values: Any) -> bool:
 
 
 def held_values(storage: Storage, name: str, spec: Spec) -> np.ndarray:
-    """The valid rows of a column of numbers."""
+    """Returns the valid rows of a column of numbers."""
     [values] = storage.gather([name], storage.view().every_row())
     return from_bits(values) if spec.is_bfloat16 else np.asarray(values)
 

@@ -1,7 +1,8 @@
-"""Converts infos of environments to flat names and rows: numbers if possible, otherwise objects.
+"""Converts infos of environments to flat names and rows.
 
-The info of one environment is a mapping. That of several is a mapping of arrays with a row for each, or a list or array
-of mappings. Nested names are joined with `/`. A mapping that is empty, or has keys that are no strings, is an object.
+Rows are numbers if possible, otherwise objects. The info of one environment is a mapping. The info of several is a
+mapping of arrays with a row for each, or a list or array of mappings. Nested names are joined with `/`. A mapping that
+is empty, or has keys that are not strings, is an object.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from rlstructs.replay.intake.arrays import are_mappings, host_array, is_mapping
 from rlstructs.replay.rows.objects import as_object, objects_in, objects_of
 from rlstructs.replay.rows.spec import is_exact, is_too_wide, widened
 
-# Types of values that are no numbers, and need no copy.
+# Types of values that are not numbers and need no copy.
 TEXTS = (str, bytes, type(None))
 NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
 class Object(NamedTuple):
-    """A value of a row that is no number."""
+    """A value of a row that is not a number."""
 
     value: Any
 
@@ -38,7 +39,7 @@ def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]
     Args:
         name: of the info.
         value: the info.
-        n_axes: number of axes of its arrays in front of those of a row: 0 or 1.
+        n_axes: number of axes of its arrays in front of the axes of a row: 0 or 1.
         owner: name of the caller, for messages.
 
     Returns:
@@ -60,7 +61,7 @@ def info_items(name: str, value: Any, n_axes: int, owner: str) -> dict[str, Any]
 
 
 def info_objects(name: str, value: np.ndarray, n_axes: int) -> np.ndarray:
-    """Converts one info that is no mapping for a column of objects, (n,).
+    """Converts one info that is not a mapping to objects (n,).
 
     Args:
         name: of the column.
@@ -99,7 +100,7 @@ def _join(parts: Iterable[dict[str, Any]], owner: str) -> dict[str, Any]:
 
 
 def _cells(name: str, value: Any, owner: str) -> Cells:
-    """The values of one environment's info, by flat names."""
+    """Returns the values of one environment's info, by flat names."""
     if _is_nested(value):
         return _join([_cells(f"{name}/{key}", value[key], owner) for key in value.keys()], owner)  # noqa: SIM118
     if are_mappings(value):  # of several agents
@@ -110,7 +111,10 @@ def _cells(name: str, value: Any, owner: str) -> Cells:
 
 
 def _numbers(name: str, value: Any) -> np.ndarray | torch.Tensor | None:
-    """Converts numbers to an array or a tensor; returns None if a column cannot hold them."""
+    """Converts numbers to an array or a tensor.
+
+    None if a column cannot hold them.
+    """
     if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
         return value.detach()
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1:
@@ -163,7 +167,10 @@ def _cell(name: str, value: Any) -> np.ndarray | torch.Tensor | Object:
 
 
 def _columns(rows: Sequence[Cells]) -> dict[str, Any]:
-    """Joins the values of several environments by name; those nested only in some environments become objects."""
+    """Joins the values of several environments by name.
+
+    Values that are nested only in some environments become objects.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row))
     parents = {name for name in names if any(other.startswith(f"{name}/") for other in names)}
     joined = {name for name in parents if not all(is_nothing(row[name]) for row in rows if name in row)}
@@ -177,7 +184,10 @@ def _columns(rows: Sequence[Cells]) -> dict[str, Any]:
 
 
 def nested(name: str, row: Mapping[str, Any]) -> Any:
-    """Joins what a row holds under a name and nested in it to one object; None if it holds nothing."""
+    """Joins the values of a row under a name to one object.
+
+    Values nested in the name belong to it. None if there are none.
+    """
     if name in row:
         return row[name]
     found: dict[str, Any] = {}
@@ -198,7 +208,10 @@ def is_nothing(cell: Any) -> bool:
 
 
 def _column(cells: Sequence[Any]) -> Any:
-    """Joins values to rows of a column; a missing value, None, becomes zero among numbers."""
+    """Joins values to rows of a column.
+
+    A missing value, None, becomes zero among numbers.
+    """
     given = [cell for cell in cells if cell is not None]
     if len(cells) == len(given) == 1 and not isinstance(cells[0], Object):
         return cells[0][None]
@@ -213,7 +226,7 @@ def _column(cells: Sequence[Any]) -> Any:
 
 
 def _dtype_of(arrays: Sequence[np.ndarray]) -> np.dtype | None:
-    """The dtype of a column of these arrays; None if they do not fit in one."""
+    """Finds the dtype of a column for these arrays; None if none fits."""
     if not arrays or any(array.shape != arrays[0].shape for array in arrays):
         return None
     dtype: np.dtype | None = arrays[0].dtype

@@ -1,4 +1,7 @@
-"""Takes rows into a store: makes its columns, converts rows for them, and finds where episodes end."""
+"""Takes rows into a store.
+
+It makes columns, converts rows for them, and finds where episodes end.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +172,10 @@ class Intake:
         return find_marks({name: block[name] for name in self.list_end_columns(block)})
 
     def list_end_columns(self, names: Iterable[str]) -> list[str]:
-        """The columns that mark the end of an episode where they are true."""
+        """Lists the columns that mark the end of an episode.
+
+        An episode ends where they are true.
+        """
         return ends_among(names)
 
     # Trajectories
@@ -200,12 +206,15 @@ class Intake:
         return self.specs
 
     def default_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Column -> key of trajectories where a program names none, with the policy version if it has a column."""
+        """Chooses a key of trajectories for each column, if a program names none.
+
+        The policy version is among them if it has a column.
+        """
         names = self.trajectory_names([key for key in keys if key != POLICY_VERSION])
         return add_version(names, keys, self.specs)
 
     def trajectory_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Column -> key of the trajectories."""
+        """Chooses a key of the trajectories for each column."""
         return {key: key for key in keys}
 
     def prepare_columns(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -216,11 +225,14 @@ class Intake:
         """Raises if the buffer refuses these steps."""
 
     def write_steps(self, block: Mapping[str, Any], steps: Steps) -> None:
-        """Appends steps, of which `block` holds the values as columns take them."""
+        """Appends steps; `block` holds their values, converted for the columns."""
         steps.write(block, self.storage.write)
 
     def find_longest(self, steps: Steps) -> np.ndarray:
-        """The length of the longest episode that each trajectory would be part of, int64 (B,)."""
+        """Finds the longest episode that each trajectory would be part of.
+
+        Returns its length in steps, int64 (B,).
+        """
         done = np.zeros(steps.valid().shape, bool) if steps.done is None else steps.done
         return self.storage.track_episodes().longest(steps.lanes, done, steps.starts, steps.lengths)
 
@@ -228,15 +240,20 @@ class Intake:
 
     @property
     def writer(self) -> Intake:
-        """Returns the writer for another process: this object, once it has its columns."""
+        """The writer for another process: this object, once it has columns."""
         return self
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:
-        """Column -> key of trajectories that other processes write; with the version, unless columns lack it."""
+        """Chooses a key for each column that other processes write.
+
+        The policy version is among them, unless the columns exist without it.
+        """
         return self.default_names(keys) | ({} if self.specs else {POLICY_VERSION: POLICY_VERSION})
 
     def define_columns(self, example: Trajectories, names: Mapping[str, str]) -> None:
-        """Adds the columns for trajectories like these, which have a valid step; writes none.
+        """Adds the columns for trajectories like these; writes no steps.
+
+        The trajectories have a valid step.
 
         Raises:
             MissingKeyError, SpecError: a column does not fit.

@@ -43,7 +43,10 @@ def is_after(name: str) -> bool:
 
 
 def source_of(name: str) -> str | None:
-    """The column whose next row holds the same, such as `obs` for `obs_next`; None if there is none."""
+    """Returns the column whose next row has the same content.
+
+    For example `obs` for `obs_next`; None if there is none.
+    """
     first, slash, rest = name.partition("/")
     if first == "obs_next":
         return f"obs{slash}{rest}"
@@ -63,7 +66,7 @@ def is_observation(name: str) -> bool:
 
 
 def is_beside(key: str) -> bool:
-    """Whether the environment does not show this entry of a batcher's observations."""
+    """Whether a key of a batcher's observations is not from the environment."""
     first = key.partition("/")[0]
     return first in BESIDE or first.startswith("last_action") or key.startswith(INFO)
 
@@ -73,7 +76,7 @@ def _is_seen(name: str) -> bool:
 
 
 def ends_among(names: Iterable[str]) -> list[str]:
-    """The columns that end an episode where they are true.
+    """Lists the columns that end an episode where they are true.
 
     In torchrl a `done` beside `next/done` belongs to the time before the step and ends nothing.
     """

@@ -1,4 +1,7 @@
-"""Turns trajectories into steps for every surface: columns, lanes, lengths, and where episodes end and begin."""
+"""Turns trajectories into steps for every interface.
+
+Steps have columns, lanes, lengths, and where episodes end and begin.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,19 @@ Names = Mapping[str, str] | Callable[[Collection[str]], Mapping[str, str]]
 
 
 def find_names(keys: Collection[str]) -> dict[str, str]:
-    """The columns of `NAMES`, and those of `STATES` where environments show a `state` beside a `frame`."""
+    """Returns the usual columns and their keys.
+
+    They are `NAMES`, and `STATES` too if environments show a `state` beside a `frame`.
+    """
     shown = ("observation/frame", *STATES.values())
     return NAMES | (STATES if all(key in keys or _inside(key, keys) for key in shown) else {})
 
 
 def add_version(names: Mapping[str, str], keys: Collection[str], columns: Collection[str]) -> dict[str, str]:
-    """Adds the policy version to names if there is a column for it and these keys have it."""
+    """Adds the policy version to names if there is a column for it.
+
+    These keys must have it, too.
+    """
     is_known = POLICY_VERSION in columns and POLICY_VERSION in keys
     return {**names, **({POLICY_VERSION: POLICY_VERSION} if is_known else {})}
 
@@ -77,12 +86,15 @@ def named_steps(names: Mapping[str, str], keys: Collection[str]) -> dict[str, st
 
 
 def _inside(key: str, keys: Collection[str]) -> list[str]:
-    """The names of the keys that are nested under a key, without its own."""
+    """Returns the names of keys nested under a key, without the key."""
     return [each[len(key) + 1 :] for each in keys if each.startswith(f"{key}/")]
 
 
 def key_of(name: str, names: Mapping[str, str]) -> str:
-    """The key of trajectories for a name; for a nested one, `actions/left`, the key of `actions` with `/left`."""
+    """Returns the key of trajectories for a name.
+
+    For a nested name, `actions/left`, it is the key of `actions` with `/left`.
+    """
     first, slash, rest = name.partition("/")
     if name in names or first not in names:
         return names.get(name, name)
@@ -113,17 +125,20 @@ class Steps:
     first_steps: np.ndarray | None = None
 
     def valid(self) -> np.ndarray:
-        """Which steps are valid, bool (B, T)."""
+        """Marks valid steps, bool (B, T)."""
         return np.asarray(np.arange(self.n_timesteps) < self.lengths[:, None])
 
     def at(self, index: Any) -> Steps:
-        """Some of the trajectories."""
+        """Returns some of the trajectories."""
         values = {name: each[index] for name, each in self.values.items()}
         marks = (None if each is None else each[index] for each in (self.done, self.starts, self.first_steps))
         return Steps(values, self.n_timesteps, self.lengths[index], self.lanes[index], *marks)
 
     def after(self, storage: Storage) -> Steps:
-        """Converts steps for a store; an episode begins where a trajectory does not follow the rows of its lane."""
+        """Returns steps with an episode start at each gap of a lane.
+
+        A gap is where a trajectory does not follow the rows of its lane.
+        """
         if self.first_steps is None:
             return self
         found = storage.counters.continuity.find_gaps(self.lanes, self.first_steps, self.lengths, storage.ring)
@@ -134,13 +149,16 @@ class Steps:
         return replace(self, starts=starts)
 
     def record(self, storage: Storage) -> None:
-        """Records in a store which steps of their environments these are, after they were written."""
+        """Records in a store which steps of their environments were written."""
         if self.first_steps is not None:
             with storage.lock:
                 storage.counters.continuity.record(self.lanes, self.first_steps, self.lengths, storage.ring)
 
     def one_after_another(self) -> Steps:
-        """Joins all valid steps to one trajectory (1, n, ...) of lane 0, with a start where each of them began."""
+        """Joins all valid steps to one trajectory (1, n, ...) of lane 0.
+
+        An episode starts where each of the trajectories began.
+        """
         inside = self.valid()
         starts = np.zeros(inside.shape, bool) if self.starts is None else self.starts.copy()
         starts[:, :1] = True  # the row before it in the buffer belongs to another trajectory
@@ -153,7 +171,10 @@ class Steps:
         return Steps(values, n, np.array([n]), np.zeros(1, np.int64), done, starts[inside][None])
 
     def for_columns(self, specs: Mapping[str, Spec]) -> dict[str, Any]:
-        """The values for columns of these specs; where they have to be cast, padding becomes zero, which fits."""
+        """Returns the values for columns of these specs.
+
+        Where values have to be cast, padding becomes zero, which fits every dtype.
+        """
         inside, values = self.valid(), dict(self.values)
         for name in () if inside.all() else values:
             spec, each = specs.get(name), values[name]
@@ -190,7 +211,7 @@ def take_trajectories(
     owner: str = "add_trajectories",
     limit: str = "the lanes of this buffer",
 ) -> Steps:
-    """The steps of a batch of `RL_Batcher.get`, without empty trajectories.
+    """Takes the steps of a batch of `RL_Batcher.get`, without empty trajectories.
 
     Args:
         trajectories: the batch.
@@ -216,7 +237,10 @@ def take_trajectories(
 
 
 def _find_versions(trajectories: Trajectories) -> dict[str, torch.Tensor]:
-    """The policy version of each step, (B, T), by its key; empty if the info has none, or the steps their own."""
+    """Finds the policy version of each step, (B, T), by its key.
+
+    Empty if the info has none, or if the steps have it themselves.
+    """
     if POLICY_VERSION in trajectories.trajectories:
         return {}
     n_timesteps, found = trajectories.trajectories.n_timesteps(), trajectories.info.find([POLICY_VERSION])
@@ -229,7 +253,10 @@ def take_steps(
     lanes: np.ndarray | None = None,
     beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Steps:
-    """Takes trajectories of existing keys to lanes (B,); `beside` holds further keys, (B, T)."""
+    """Takes trajectories of existing keys to lanes (B,).
+
+    `beside` holds further keys, (B, T).
+    """
     lengths = host_array("lengths", steps.lengths)
     first_steps = None if steps.first_steps is None else host_array("first_steps", steps.first_steps)
     # Not all of them: where steps are leased, some would be copied for nothing.
@@ -249,7 +276,7 @@ def take_steps(
 
 
 def _find_lanes(batch: Trajectories, n_lanes: int, owner: str, limit: str) -> np.ndarray:
-    """The lane of each trajectory, int64 (B,); see `take_trajectories`."""
+    """Finds the lane of each trajectory, int64 (B,); see `take_trajectories`."""
     numbers = batch.info.find(["env_index"])
     if not numbers:
         raise MissingKeyError(f"{owner}: no 'env_index' in the trajectories' info: it says which lane a row is")

@@ -1,7 +1,8 @@
-"""Checks the numbers in files: counters, episodes and random streams, before a store is changed.
+"""Checks the numbers in files before a store is changed.
 
-A number may have the right type and still make no sense: counters so large that the next row overflows them, episodes
-that do not continue from row to row, a random generator that only returns 0. Later calls would fail or never end.
+These are counters, episodes and random streams. A number may have the right type and still make no sense: counters so
+large that the next row overflows them, episodes that do not continue from row to row, a random generator that only
+returns 0. Later calls would fail or never end.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ BIT_GENERATORS = tuple(_BIT_GENERATORS)
 
 
 class Claims(RowIds):
-    """The rows that a file says it holds, by which its other parts are checked.
+    """The rows that a file says it holds.
+
+    The other parts of the file are checked against them.
 
     Args:
         ring: its counters, which make sense.
-        order: of row ids, as of `Columns`.
+        order: of row ids; see `Columns`.
         specs: of the columns in the file.
     """
 
@@ -56,7 +59,10 @@ class Claims(RowIds):
         self.ring, self.specs = ring, specs
 
     def empty(self) -> np.ndarray:
-        """Which rows are empty and were empty when the counters had these values, bool (n_rows,)."""
+        """Marks rows that are empty, bool (n_rows,).
+
+        They were empty when the counters had these values, too.
+        """
         rows = np.arange(self.n_rows)
         return np.asarray(self.steps(rows, self.ring.head - 1) < self.ring.base[self.lanes(rows)])
 
@@ -85,7 +91,7 @@ def following_in(state: Mapping[str, Any], n_lanes: int) -> np.ndarray:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns `value`, a bool; raises ValueError if it is something else."""
+    """Returns `value` if it is a bool; raises ValueError otherwise."""
     if type(value) is not bool:
         raise ValueError(f"{name} is {clean_text(repr(value))}, expected true or false")
     return value
@@ -120,7 +126,10 @@ def row_shape(name: str, value: Any) -> tuple[int, ...]:
 
 
 def dtype_called(name: str, value: Any) -> np.dtype:
-    """The dtype of this name; raises ValueError if columns have no such dtype."""
+    """Returns the dtype of this name.
+
+    Raises ValueError if columns have no such dtype.
+    """
     if type(value) is not str or value not in DTYPES:
         raise ValueError(f"{name!r} has the dtype {clean_text(repr(value))}, expected one of {', '.join(DTYPES)}")
     return DTYPES[value]
@@ -130,7 +139,7 @@ def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
     """Returns a ring with these counters.
 
     Raises:
-        ValueError: they make no sense.
+        ValueError: they are impossible.
     """
     if counters.dtype != np.int64 or counters.shape != (N_COUNTERS, n_lanes):
         needed = f"int64 {(N_COUNTERS, n_lanes)}"
@@ -154,7 +163,7 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
     n_slots = pairs.shape[1]
     if not n_slots or not len(ring):
         return
-    # Nearly all rows can be seen to be right by themselves; what else they may be depends on the counters.
+    # Nearly all rows are right whatever the counters are; the others are compared with the counters.
     is_plain = _is_plain(pairs[..., TIME], pairs[..., LENGTH])
     newest = (ring.head - 1) % ring.capacity
     is_plain[np.flatnonzero(newest < n_slots), newest[newest < n_slots]] = False
@@ -177,7 +186,10 @@ def check_episodes(pairs: np.ndarray, ring: Ring) -> None:
 
 
 def _is_plain(time: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Which rows are certainly right if they are not the newest of their lanes, bool (n_lanes, n_slots)."""
+    """Marks rows that are right whatever the counters, bool (n_lanes, n_slots).
+
+    This does not hold for the newest rows of their lanes.
+    """
     n_lanes, n_slots = time.shape
     is_plain, at_once = np.zeros(time.shape, bool), -(-ROWS_AT_ONCE // n_lanes)
     for first in range(0, n_slots - 1, at_once):
@@ -244,7 +256,7 @@ def _check_state(name: str, found: Any, needed: dict[str, Any]) -> None:
 
 
 def plain_state(generator: np.random.Generator) -> dict[str, Any]:
-    """The state of a generator in the types of JSON."""
+    """Returns the state of a generator in the types of JSON."""
     state: dict[str, Any] = _plain(generator.bit_generator.state)
     return state
 

@@ -1,4 +1,7 @@
-"""Restores the columns of a store from a file: makes room, drops the rows, and reads column by column, in pieces."""
+"""Restores the columns of a store from a file.
+
+It makes room, drops the rows, and reads column by column, in pieces.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +45,21 @@ class SavedArrays:
         self.specs = {name: reader.spec_of(stored) for name, stored in names.items()}
 
     def inside(self, prefix: str) -> SavedArrays:
-        """The arrays whose names begin with a prefix, by the rest of their names."""
+        """Returns the arrays whose names begin with a prefix.
+
+        They are named by the rest of their names.
+        """
         return self.renamed({name[len(prefix) :]: name for name in self._names if name.startswith(prefix)})
 
     def renamed(self, names: Mapping[str, str]) -> SavedArrays:
-        """Some of the arrays, by new names: new name -> name."""
+        """Returns some of the arrays by new names: new name -> name."""
         return SavedArrays(self._reader, {new: self._names[name] for new, name in names.items()})
 
     def check(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless an array has this dtype and shape, and KeyError if there is none."""
+        """Checks the dtype and shape of an array.
+
+        Raises ValueError if they differ, and KeyError if there is no such array.
+        """
         if self.specs[name] != (dtype, shape):
             raise ValueError(f"{name!r} is {self.specs[name]}, expected {np.dtype(dtype)} {shape}")
 
@@ -63,7 +72,10 @@ class SavedArrays:
         return array
 
     def pieces(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Reads an array `(n, ...)` in pieces; yields the number of the first row of each, and its rows."""
+        """Reads an array `(n, ...)` in pieces.
+
+        Yields the number of the first row of each piece, and its rows.
+        """
         dtype, (n, *shape) = self.specs[name]
         size = math.prod(shape)
         for start, some in pieces(n, size * dtype.itemsize):
@@ -72,7 +84,9 @@ class SavedArrays:
             yield start, array
 
     def slots(self, names: Collection[str], rows: RowIds, n_slots: int) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Reads arrays some slots at a time, all arrays in turns; yields the name, the first slot, and the values.
+        """Reads arrays some slots at a time, all arrays in turns.
+
+        Yields the name, the first slot, and the values.
 
         Args:
             names: of arrays of the first `n_slots` slots, `(*rows.lead(n_slots), *shape)`.
@@ -94,13 +108,15 @@ class SavedArrays:
 def count_bytes(
     storage: Storage, specs: Mapping[str, Spec], linked: Mapping[str, str], arrays: SavedArrays, slots: tuple[int, int]
 ) -> int:
-    """Bytes that a load takes beside what the buffer has already; 0 if it takes none for columns.
+    """Counts the bytes that a load takes beyond those of the buffer.
+
+    0 if columns take no more, and the rest is little.
 
     Args:
         storage: the store of the buffer.
         specs: of the columns in the file.
-        linked: those that will be linked.
-        arrays: in the file; all but the rows are read before anything changes.
+        linked: the columns that will be linked.
+        arrays: in the file; all except the rows are read before anything changes.
         slots: of each lane: how many there are, and how many are in the file.
     """
     columns = storage.columns
@@ -124,12 +140,14 @@ def count_bytes(
 def make_room(
     storage: Storage, specs: Mapping[str, Spec], linked: Mapping[str, str], capacity: int
 ) -> Callable[[], None]:
-    """Allocates what these columns need; the returned function drops every row and has the store take them.
+    """Allocates memory for these columns.
+
+    The returned function drops every row and makes the store use the new columns.
 
     Args:
         storage: the store.
-        specs: all columns that there will be.
-        linked: names among these that are linked where the store has no column yet; see `Storage.add_columns`.
+        specs: all columns after the load.
+        linked: names among these that are linked if the store has no column yet; see `Storage.add_columns`.
         capacity: rows per lane.
 
     Raises:
@@ -174,13 +192,15 @@ def restore_columns(
     n_slots: int,
     counters: np.ndarray,
 ) -> None:
-    """Reads the columns of numbers into a store, piece by piece; one may be linked in the file, in the store, or both.
+    """Reads the columns of numbers into a store, piece by piece.
+
+    A column may be linked in the file, in the store, or in both.
 
     Args:
         storage: the store, without rows.
         arrays: the file.
         linked: the columns that are linked in the file -> their sources.
-        links: what was read of them.
+        links: the arrays `at` and `newest` of each, from the file.
         n_slots: how many slots of each lane the file holds.
         counters: of the file.
     """

@@ -87,15 +87,18 @@ class Form:
     has_every_slot = False
 
     def kind(self, buffer: Any) -> str:
-        """The class in the header."""
+        """Returns the class in the header."""
         return type(buffer).__name__
 
     def name(self, name: str) -> str:
-        """The name in a file of an array of `contents`."""
+        """Returns the name in a file of an array of `contents`."""
         return name
 
     def group(self, arrays: str, number: int) -> str:
-        """The group of arrays of the `number`-th buffer of a file, in a folder of segments."""
+        """Returns a group's name in a folder of segments.
+
+        A file may have several buffers, counted by `number`.
+        """
         return f"{arrays}{number}"
 
     def write(self, buffer: Any, arrays: Arrays, dtypes: dict[str, str], state: dict[str, Any]) -> Contents:
@@ -106,7 +109,7 @@ class Form:
         """Inverts `write`, and checks sizes and columns.
 
         Returns:
-            The arrays and the state, the columns that there will be, and the source of each linked one.
+            The arrays and the state, the columns after the load, and the source of each linked one.
 
         Raises:
             FileError, ValueError, KeyError, TypeError: the file does not fit the buffer.
@@ -120,22 +123,31 @@ class Form:
         return arrays, state, *_columns_in(buffer, path, arrays, state)
 
     def storage(self, buffer: Any) -> Storage:
-        """The store of a buffer, with all columns."""
+        """Returns the store of a buffer, with all columns."""
         storage: Storage = buffer._storage
         return storage
 
     def adopt(self, buffer: Any, specs: Mapping[str, Spec]) -> None:
-        """Called after a file has replaced the columns by others of these specs."""
+        """Is called after a file has replaced the columns by others.
+
+        `specs` has the specs of the new columns.
+        """
 
 
 def save(buffer: Stored, path: Path, suffix: str | None = None, compression: str | None = None) -> None:
-    """Writes a buffer while its locks are held; `suffix` is the format if the name does not tell."""
+    """Writes a buffer to a file while its locks are held.
+
+    `suffix` is the format if it is not the ending of the path.
+    """
     with buffer._hold_locks():
         layout.write(path, buffer._form.kind(buffer), *contents(buffer), suffix, compression)
 
 
 def contents(buffer: Stored) -> Contents:
-    """The contents of a file: arrays, some of them views; dtypes that numpy lacks; and the rest as JSON."""
+    """Returns the contents of a file.
+
+    They are arrays, some of them views; dtypes that numpy lacks; and the rest as JSON.
+    """
     storage = buffer._form.storage(buffer)
     storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
     columns, n_slots = storage.columns, used_slots(buffer)
@@ -174,7 +186,7 @@ def contents(buffer: Stored) -> Contents:
 
 
 def used_slots(buffer: Stored) -> int:
-    """The number of slots that hold the rows of every lane."""
+    """Counts the slots that hold the rows of every lane."""
     ring = buffer._storage.ring
     if not len(buffer) and not buffer._form.has_every_slot:
         return 0
@@ -185,7 +197,10 @@ def used_slots(buffer: Stored) -> int:
 
 
 def _held_objects(buffer: Stored, name: str, n_slots: int) -> np.ndarray:
-    """The first slots of every lane of a column of objects, (n_lanes, n_slots); None in empty rows."""
+    """Returns the first slots of a column of objects, (n_lanes, n_slots).
+
+    Empty rows hold None.
+    """
     columns, rows = buffer._storage.columns, buffer._storage.view().every_row()
     if buffer._keeps_dropped:
         rows = np.arange(columns.n_rows)
@@ -195,7 +210,9 @@ def _held_objects(buffer: Stored, name: str, n_slots: int) -> np.ndarray:
 
 
 def load_new(kind: str, make: Callable[[Mapping[str, Any]], B], path: Path, suffix: str | None = None) -> B:
-    """Makes a buffer of what `Stored._state` said of one, and restores it.
+    """Makes a buffer from the settings in a file, and restores it.
+
+    `Stored._state` has written the settings.
 
     Raises:
         FileNotFoundError, FileError: there is no such file, or it holds a buffer of another class, or is damaged.
@@ -209,11 +226,11 @@ def load_new(kind: str, make: Callable[[Mapping[str, Any]], B], path: Path, suff
 
 
 def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
-    """Checks the sizes and settings in a file before a buffer is created from it.
+    """Checks the sizes and settings in a file before creating a buffer.
 
     Raises:
         OutOfMemoryError: the buffer would not fit in memory.
-        ValueError, KeyError, TypeError: the sizes make no sense, or differ from the settings.
+        ValueError, KeyError, TypeError: the sizes are impossible, or differ from the settings.
     """
     n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
     arrays.check(RING, np.int64, (N_COUNTERS, n_lanes))
@@ -232,7 +249,10 @@ def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
 
 
 def load(buffer: Stored, path: Path, suffix: str | None = None) -> None:
-    """Restores a buffer while its locks are held; changes nothing if the file does not fit."""
+    """Restores a buffer while its locks are held.
+
+    Nothing changes if the file does not fit.
+    """
     buffer._storage.counters.check_writable()
     with layout.open_reader(path, suffix, compressed=True) as (reader, header):
         _load(buffer, path, reader, header)
@@ -246,7 +266,7 @@ def _load(buffer: Stored, path: Path, reader: Reader, header: Mapping[str, Any])
 
 
 def restorer(buffer: Stored, source: Any, reader: Reader, header: Mapping[str, Any]) -> Callable[[], None]:
-    """Checks the result of `contents` and returns a function that restores a buffer from it.
+    """Checks the result of `contents`; returns a function that restores a buffer.
 
     Args:
         buffer: the buffer, which changes only when the function is called.
@@ -261,7 +281,7 @@ def restorer(buffer: Stored, source: Any, reader: Reader, header: Mapping[str, A
     return lambda: make()()
 
 
-# Makes room for what a file holds, and returns a function that restores it; that raises only what reading raises.
+# Makes room for the contents of a file, and returns a function that restores them; it raises only errors of reading.
 MakeRoom = Callable[[], Callable[[], None]]
 
 
@@ -322,7 +342,10 @@ def _restorer(
 def _inner_restorers(
     buffer: Stored, path: Any, arrays: SavedArrays, state: Mapping[str, Any], n_bytes: int
 ) -> list[MakeRoom]:
-    """Checks the inner buffers and returns the functions that restore them; `n_bytes` are needed beside theirs."""
+    """Checks the inner buffers; returns the functions that restore them.
+
+    The outer buffer needs `n_bytes` beside theirs.
+    """
     restorers = []
     for key, inner in buffer._inner().items():
         if _strict(buffer, state["inner"][key]["state"]["columns"]) != _strict(buffer, state["columns"]):
@@ -334,7 +357,10 @@ def _inner_restorers(
 def _columns_in(
     buffer: Stored, path: Any, arrays: SavedArrays, state: Mapping[str, Any]
 ) -> tuple[dict[str, Spec], dict[str, str]]:
-    """The columns of a file, and the source of each linked one, after checking that they fit the buffer."""
+    """Returns the columns of a file, and each linked one's source.
+
+    They are checked: they must fit the buffer.
+    """
     columns = buffer._storage.columns
     lead = columns.lead(state["n_slots"])
     arrays.check(EPISODES, np.int32, (*lead, 2))
@@ -363,12 +389,15 @@ def _columns_in(
 
 
 def _strict(buffer: Stored, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that must be equal in a file and in a buffer."""
+    """Selects the columns that must be equal in a file and in a buffer."""
     return {name: spec for name, spec in specs.items() if not buffer._intake.keeps_objects(name)}
 
 
 def require_room(path: Any, n_bytes: int, columns: Columns | None = None) -> None:
-    """Raises OutOfMemoryError unless so many bytes are available, on the device of the columns if they are on one."""
+    """Raises OutOfMemoryError unless this many bytes are available.
+
+    They are counted on the device of the columns, if they are on one.
+    """
     if not n_bytes:
         return
     available = available_bytes() if columns is None or columns.on_host else columns.available_bytes()

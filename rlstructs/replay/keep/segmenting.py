@@ -20,11 +20,11 @@ __all__ = ["cut_contents", "marks_of", "restorer"]
 
 
 def cut_contents(buffer: Stored, since: Marks) -> Content:
-    """The contents, while the locks of the buffer are held.
+    """Returns the contents of a buffer whose locks are held.
 
     Args:
         buffer: the buffer.
-        since: what `marks_of` returned for the earlier checkpoint; {} if there is none.
+        since: the result of `marks_of` for the earlier checkpoint; {} if there is none.
     """
     arrays, dtypes, state = contents(buffer)
     form, cuts, changed = buffer._form, dict[str, Cut](), {}
@@ -37,7 +37,7 @@ def cut_contents(buffer: Stored, since: Marks) -> Content:
         for role, (group, shape) in parts.items():
             if (name := form.name(prefix + role)) in arrays:
                 cuts[name] = Cut(form.group(group, number), shape, columns.slot_axis, capacity)
-        # The program may write to live tensors without telling.
+        # The program may write to live tensors at any time.
         found = None if storage.counters.notes[EXPOSED] else find_changed(storage, since.get(prefix))
         if found is not None:
             changed[form.group("rows", number)] = found
@@ -45,12 +45,15 @@ def cut_contents(buffer: Stored, since: Marks) -> Content:
 
 
 def marks_of(buffer: Stored) -> Marks:
-    """The state of a buffer now, for the next checkpoint's `cut_contents`."""
+    """Records the state of a buffer, for the next checkpoint's `cut_contents`."""
     return {prefix: Mark.of(each._storage) for prefix, each in _list_buffers(buffer)}
 
 
 def _list_buffers(buffer: Stored, prefix: str = "") -> Iterator[tuple[str, Stored]]:
-    """A buffer and those in it, with what the names of their arrays begin with."""
+    """Yields a buffer and its inner ones, each with a prefix.
+
+    The names of its arrays begin with the prefix.
+    """
     yield prefix, buffer
     for key, inner in buffer._inner().items():
         yield from _list_buffers(inner, f"{prefix}{INNER}{key}/")
@@ -61,7 +64,7 @@ class Mark(NamedTuple):
 
     Attributes:
         storage: the store.
-        rewrites: how often rows that were there had been changed; see `Storage`.
+        rewrites: how often existing rows had been changed; see `Storage`.
         head: the end of the rows of each lane, int64 (n_lanes,).
     """
 
@@ -71,7 +74,10 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, storage: Storage) -> Mark:
-        """The state of a store now, before its rows are saved: those that come meanwhile are changed ones."""
+        """Records the present state of a store, before its rows are saved.
+
+        Rows that are written meanwhile count as changed.
+        """
         return cls(weakref.ref(storage), int(storage.counters.notes[REWRITES]), storage.ring.head.copy())
 
 
@@ -80,11 +86,14 @@ Marks = Mapping[str, Mark]
 
 
 def find_changed(storage: Storage, since: Mark | None) -> np.ndarray | None:
-    """Which slots hold a row, in any lane, that may have changed since, bool (capacity,); None if that is unknown."""
+    """Marks slots whose rows may have changed since, bool (capacity,).
+
+    A slot counts if the row of any lane may have changed. None if that is unknown.
+    """
     if since is None or since.storage() is not storage or since.rewrites != storage.counters.notes[REWRITES]:
         return None
     ring, changed = storage.ring, np.zeros(storage.ring.capacity, bool)
-    # From the head on: a killed writer may have left half of a row behind it.
+    # From the head on: a killed writer may have left half of a row after it.
     counts = (ring.reserved - since.head).clip(0, ring.capacity)
     for first, n in {*zip((since.head % ring.capacity).tolist(), counts.tolist(), strict=True)}:
         changed[first : first + n] = True

@@ -18,7 +18,10 @@ Restore = Callable[[], None]
 
 
 class Stored(CopiedWhole):
-    """Base class of buffers and memories: a store, a random stream, and what belongs into their files."""
+    """Base class of buffers and memories: a store and a random stream.
+
+    Subclasses say what else belongs into their files.
+    """
 
     _storage: Storage
     _stream: Stream
@@ -27,11 +30,11 @@ class Stored(CopiedWhole):
     _form: Any
     # Whether `Storage.alignment` may differ from the capacity.
     _may_be_aligned = False
-    # Whether a file has what is in slots whose rows were dropped.
+    # Whether a file also has the contents of slots whose rows were dropped.
     _keeps_dropped = False
 
     def __len__(self) -> int:
-        """Number of valid rows."""
+        """Returns the number of valid rows."""
         return len(self._storage)
 
     @property
@@ -49,7 +52,7 @@ class Stored(CopiedWhole):
         return [each._storage._content() for each in (self, *self._inner().values())], self._version_of_priorities()
 
     def _version_of_priorities(self) -> int:
-        """A number that every change of priorities raises."""
+        """Returns a number that every change of priorities increases."""
         return 0
 
     def _takes_capacity(self, capacity: int) -> bool:
@@ -57,15 +60,15 @@ class Stored(CopiedWhole):
         return capacity == self._storage.columns.capacity
 
     def _state(self) -> dict[str, Any]:
-        """Settings and counters for the header of a file, as JSON."""
+        """Returns settings and counters for the header of a file, as JSON."""
         return {}
 
     def _inner(self) -> Mapping[str, Stored]:
-        """Inner buffers, by name; they are saved in the same file."""
+        """Returns inner buffers, by name; they are saved in the same file."""
         return {}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        """More arrays for a file, beside rows, counters and episodes."""
+        """Returns more arrays for a file, beside rows, counters and episodes."""
         return {}
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:

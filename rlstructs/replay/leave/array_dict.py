@@ -21,12 +21,12 @@ NOTHING: Any = object()
 
 @set_module("rlstructs.replay")
 class ArrayDict(ArrayValues):
-    """Arrays by name, whose first axis is the rows: `len` counts rows, and an index that is no name takes rows.
+    """A batch: arrays by name, whose first axis is the rows.
 
-    `Batch` is another name of this class. Nested names are joined with `/`; `batch["a"]` is a batch of all that is
-    nested in `a`. Items are also attributes. Like a `DictTensor`, it iterates over its names. Lists become arrays, or
-    tensors if they hold tensors. Lists and arrays of mappings become nested rows. An empty nested batch has a name of
-    its own until something is put into it.
+    `len` counts rows, and an index that is not a name takes rows. `Batch` is another name of this class. Nested names
+    are joined with `/`; `batch["a"]` is a batch of all that is nested in `a`. Items are also attributes. Like a
+    `DictTensor`, it iterates over its names. Lists become arrays, or tensors if they hold tensors. Lists and arrays of
+    mappings become nested rows. An empty nested batch has a name of its own until something is put into it.
 
     Args:
         given: a mapping, or pairs of name and array; or a list or an array of mappings, each a row.
@@ -34,7 +34,7 @@ class ArrayDict(ArrayValues):
         named: more arrays by name.
 
     Raises:
-        TypeError: `copy` is no bool.
+        TypeError: `copy` is not a bool.
 
     Example:
         >>> batch = ArrayDict(obs={"image": np.zeros((4, 2)), "speed": np.arange(4)}, act=np.ones(4))
@@ -82,7 +82,7 @@ class ArrayDict(ArrayValues):
     # Names
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns what is under a name, or takes rows of all arrays.
+        """Returns the value of a name, or takes rows of all arrays.
 
         Raises:
             KeyError, IndexError: there is no such name or row.
@@ -102,7 +102,7 @@ class ArrayDict(ArrayValues):
         return _Nested(self, name)
 
     def _inside(self, name: str) -> dict[str, Any]:
-        """The entries below a name, by the rest of their names."""
+        """Returns the entries below a name, by the rest of their names."""
         start = f"{name}/"
         return {key[len(start) :]: value for key, value in dict.items(self) if key.startswith(start)}
 
@@ -111,19 +111,20 @@ class ArrayDict(ArrayValues):
         return has_nested or super().__contains__(name)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns what is under a name, or `default`."""
+        """Returns the value of a name, or `default`."""
         try:
             return self[key] if isinstance(key, str) else default
         except KeyError:
             return default
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Sets what is under a name, and replaces what was nested there; mappings are flattened.
+        """Sets the value of a name, or rows of all arrays.
 
-        An index that is no name sets rows; then `value` is a mapping. What it lacks becomes 0, or None for objects.
+        A value replaces everything that was nested in its name; mappings are flattened. An index that is not a name
+        sets rows; then `value` is a mapping. Names that it lacks become 0, or None for objects.
 
         Raises:
-            ValueError: rows have other names, or are no mapping.
+            ValueError: rows have other names, or are not a mapping.
         """
         if not isinstance(index, str):
             self._put_rows(index, value)
@@ -173,7 +174,7 @@ class ArrayDict(ArrayValues):
         super().__delitem__(name)
 
     def __delitem__(self, name: str) -> None:
-        """Removes what is under a name, and all that is nested there.
+        """Removes the value of a name, and everything nested in it.
 
         Raises:
             KeyError: there is nothing.
@@ -185,7 +186,9 @@ class ArrayDict(ArrayValues):
             self._delete(each)
 
     def pop(self, key: str, default: Any = NOTHING) -> Any:
-        """Removes and returns what is under a name, and all that is nested there; `default` if there is nothing.
+        """Removes a name and returns its value, or `default`.
+
+        Everything nested in the name is removed, too.
 
         Raises:
             KeyError: there is nothing, and no default.
@@ -220,7 +223,10 @@ class ArrayDict(ArrayValues):
             raise AttributeError(str(error.args[0])) from None
 
     def keys(self) -> Any:
-        """The names at the top; iterating, `items` and `values` are about all arrays."""
+        """Returns the names at the top.
+
+        Iteration, `items` and `values` are over all arrays instead.
+        """
         return dict.fromkeys(name.partition("/")[0] for name in self).keys()
 
     def get_keys(self) -> Any:
@@ -260,7 +266,7 @@ class ArrayDict(ArrayValues):
             default_value: of the other rows of a new array.
 
         Raises:
-            ValueError, TypeError: the number of values is not that of the rows, or the default does not fit.
+            ValueError, TypeError: the numbers of values and rows differ, or the default does not fit.
         """
         if index is None:
             if len(arr) != len(self):
@@ -280,7 +286,10 @@ class ArrayDict(ArrayValues):
         return [self[row].to_dict() for row in range(len(self))]
 
     def to_dict(self, recursive: bool = True) -> dict[str, Any]:
-        """Returns a dict of what is under the names at the top, with dicts of nested batches if `recursive`."""
+        """Returns a dict of the names at the top.
+
+        Nested batches become dicts if `recursive`.
+        """
         if not recursive:
             return {name: self[name] for name in self.keys()}
         found: dict[str, Any] = {}
@@ -306,14 +315,15 @@ class ArrayDict(ArrayValues):
 
     @staticmethod
     def cat(batches: Iterable[Mapping[str, Any]]) -> ArrayDict:
-        """Concatenates batches with the same names; those without any are left out."""
+        """Concatenates batches with the same names; leaves out those without any."""
         return _join(list(batches), array_ops.cat)
 
     @staticmethod
     def stack(batches: Iterable[Mapping[str, Any]], axis: int = 0) -> ArrayDict:
-        """Stacks batches of the same shapes; those without names are left out, and infos that differ become objects.
+        """Stacks batches of the same shapes.
 
-        Along axis 0, a batch may lack a name that another has: its row holds 0, or None where others hold objects.
+        Batches without names are left out, and infos that differ become objects. Along axis 0, a batch may lack a name
+        that another has: its row holds 0, or None where others hold objects.
         """
         listed = [batch for batch in map(ArrayDict, batches) if dict.__len__(batch)]
         odd = _find_odd(listed) if axis == 0 else []
@@ -384,7 +394,10 @@ class _Nested(ArrayDict):
 
 
 def _as_rows(name: str, value: Any) -> Any:
-    """Converts mappings, one per row, to a batch; infos that differ become an array of objects."""
+    """Converts mappings, one per row, to a batch.
+
+    Infos that differ become an array of objects.
+    """
     try:
         return ArrayDict(value)
     except ValueError:
@@ -394,7 +407,7 @@ def _as_rows(name: str, value: Any) -> Any:
 
 
 def _find_odd(batches: list[ArrayDict]) -> list[str]:
-    """The names that some batches lack, and the infos that have another shape in some."""
+    """Lists names that some batches lack, and infos of different shapes."""
     names = dict.fromkeys(name for batch in batches for name in batch._arrays())
     shapes = {name: {np.shape(b.get(name)) if dict.__contains__(b, name) else None for b in batches} for name in names}
     return [name for name in names if len(shapes[name]) > 1 and (is_info(name) or None in shapes[name])]

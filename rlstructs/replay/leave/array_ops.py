@@ -33,20 +33,26 @@ OF_PROBABILITIES = (distributions.Bernoulli, distributions.Categorical)
 
 
 def around(name: str) -> Iterator[str]:
-    """The parents of a name: `a/b` and `a` of `a/b/c`."""
+    """Yields the parents of a name: `a/b` and `a` of `a/b/c`."""
     while "/" in name:
         name = name.rpartition("/")[0]
         yield name
 
 
 def shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array, or the batch shape of a distribution; None for anything else."""
+    """Returns the shape of an array, or a distribution's batch shape.
+
+    None for anything else.
+    """
     sizes = value.batch_shape if isinstance(value, distributions.Distribution) else getattr(value, "shape", None)
     return None if sizes is None else tuple(sizes)
 
 
 def are_rows(value: Any) -> bool:
-    """Whether it is a list or an array of mappings, as vector environments return infos."""
+    """Whether a value is a list or an array of mappings.
+
+    Vector environments return infos in this form.
+    """
     is_array = type(value) is np.ndarray and value.dtype == object and value.ndim == 1
     return (
         (is_array or isinstance(value, (list, tuple)))
@@ -71,7 +77,10 @@ def rows(value: Any, index: Any) -> Any:
 
 
 def _picked(value: Any, sizes: tuple[int, ...], at: torch.Tensor) -> Any:
-    """Returns the distribution of the elements with these numbers, of a batch of this shape."""
+    """Takes elements of a distribution of batch shape `sizes`.
+
+    `at` has the numbers of these elements.
+    """
     kind: Any = type(value)
     if kind is distributions.Independent:
         base = _picked(value.base_dist, sizes, at)
@@ -89,7 +98,7 @@ def _picked(value: Any, sizes: tuple[int, ...], at: torch.Tensor) -> Any:
 
 
 def _made_of(value: Any) -> tuple[str, ...]:
-    """The names of the parameters of a distribution."""
+    """Returns the names of the parameters of a distribution."""
     kind = type(value)
     if kind in PARAMETERS:
         return PARAMETERS[kind]
@@ -109,7 +118,10 @@ def stack(values: list[Any], axis: int) -> Any:
 
 
 def stacked(values: Sequence[Any]) -> Any:
-    """Stacks values and Nones: None becomes zero among numbers of one shape, otherwise all become objects."""
+    """Stacks values and Nones.
+
+    None becomes zero among numbers of one shape. Otherwise all become objects.
+    """
     held = [value for value in values if value is not None]
     if held and all(isinstance(value, torch.Tensor) and value.shape == held[0].shape for value in held):
         return torch.stack([torch.zeros_like(held[0]) if value is None else value for value in values])
@@ -128,7 +140,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def _library(value: Any) -> Any:
-    """The module with numpy's functions for such an array."""
+    """Returns the module with numpy's functions for such an array."""
     if type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
         import jax.numpy
 
@@ -137,7 +149,10 @@ def _library(value: Any) -> Any:
 
 
 def tensor(value: Any, dtype: torch.dtype | None, device: torch.device | str | int) -> Any:
-    """Converts numbers to a tensor, which shares writable memory of numpy; returns anything else unchanged."""
+    """Converts numbers to a tensor; returns anything else unchanged.
+
+    The tensor shares memory with a numpy array that can be written to.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype)
     host = np.asarray(value)
@@ -156,7 +171,10 @@ def of_objects(value: Any) -> Any:
 
 
 def array_of(values: Sequence[Any]) -> Any:
-    """Converts a list to an array or tensor; to an array of objects if the shapes differ."""
+    """Converts a list to an array or tensor.
+
+    If the shapes differ, it becomes an array of objects.
+    """
     try:
         if values and all(isinstance(value, torch.Tensor) for value in values):
             return torch.stack(list(values))
@@ -166,7 +184,10 @@ def array_of(values: Sequence[Any]) -> Any:
 
 
 def cleared(value: Any, index: Any) -> Any:
-    """Fills rows of an array with zeros, in place; returns 0 or None for anything else."""
+    """Fills rows of an array with zeros, in place.
+
+    Returns the array; for anything else it returns 0 or None.
+    """
     if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype != object):
         value[index] = 0
     elif isinstance(value, np.ndarray):
@@ -177,7 +198,10 @@ def cleared(value: Any, index: Any) -> Any:
 
 
 def at_least_2d(value: Any) -> Any:
-    """Adds axes in front of an array, a number or a distribution until it has two, or a distribution one."""
+    """Adds axes in front of an array or number until it has two.
+
+    A distribution gets one batch axis if it has none.
+    """
     if isinstance(value, distributions.Distribution):
         return value if value.batch_shape else value.expand((1,))
     if isinstance(value, torch.Tensor):
@@ -197,7 +221,7 @@ def nulls(value: Any) -> np.ndarray:
 
 
 def show(value: Any) -> str:
-    """The shape and dtype as a text; the repr if it has none."""
+    """Describes a value by shape and dtype; by its repr without these."""
     sizes, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return repr(value) if sizes is None or isinstance(value, Mapping) else f"{tuple(sizes)} {dtype}"
 
@@ -206,10 +230,10 @@ V = TypeVar("V", bound="ArrayValues")
 
 
 class ArrayValues(dict[str, Any]):
-    """Base class of `ArrayDict`, for what depends on values and not on names."""
+    """Base class of `ArrayDict`: operations on values, independent of names."""
 
     def _arrays(self) -> dict[str, Any]:
-        """All values except empty batches, by name."""
+        """Returns all values except empty batches, by name."""
         raise NotImplementedError
 
     def _set(self, name: str, value: Any) -> None:
@@ -331,7 +355,9 @@ class ArrayValues(dict[str, Any]):
         return copy.deepcopy(batch).empty_(index)
 
     def empty_(self: V, index: Any = None) -> V:
-        """Fills rows with zeros, or with None for objects; values that are no arrays become 0 or None.
+        """Fills rows with zeros, or with None for objects.
+
+        Values that are not arrays become 0 or None.
 
         Args:
             index: of the rows; None for all.

@@ -42,7 +42,10 @@ class Exporter:
         self._library: Any = None
 
     def __call__(self, arrays: Mapping[str, Any], specs: Mapping[str, Spec]) -> Any:
-        """Returns a batch of arrays that nobody else holds; without a spec, an array is of its own dtype."""
+        """Converts arrays that nobody else holds to a batch.
+
+        An array without a spec keeps its dtype.
+        """
         if self.framework == "torch":
             return DictTensor.trusted({name: self._tensor(array, specs.get(name)) for name, array in arrays.items()})
         return ArrayDict.trusted(zip(arrays, self._converted(arrays, specs), strict=True))
@@ -57,7 +60,10 @@ class Exporter:
         return ArrayDict.trusted((n, a[()] if n in objects else batch[n]) for n, a in arrays.items())
 
     def one(self, name: str, array: Any, spec: Spec | None = None) -> Any:
-        """Converts one array; one of objects remains a numpy array, or its object if it has no axes."""
+        """Converts one array.
+
+        An array of objects remains a numpy array, or becomes its object if it has no axes.
+        """
         if array.dtype == OBJECT:
             return array[()]
         if self.framework == "numpy":

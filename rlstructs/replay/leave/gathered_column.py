@@ -1,4 +1,4 @@
-"""`GatheredColumn`: a column that looks like an array of numpy, and gathers the rows that are indexed."""
+"""`GatheredColumn`: a column that looks like a numpy array."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
 class GatheredColumn(NDArrayOperatorsMixin):
-    """A column of a buffer, `(n, ...)`, without bytes of its own: the rows that are indexed are gathered.
+    """A column of a buffer, `(n, ...)`, whose rows are gathered when indexed.
 
-    Any other operation of an array of numpy copies the whole column.
+    It has no bytes of its own. Any other operation of a numpy array copies the whole column.
 
     Args:
         shape, dtype: of the column.
@@ -29,7 +29,10 @@ class GatheredColumn(NDArrayOperatorsMixin):
         return self._at(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Copies the whole column, which this object has from then on, and sets rows of the copy."""
+        """Copies the whole column, and sets rows of the copy.
+
+        From then on this object has the copy.
+        """
         own = np.array(self)
         own[index], self._gather = value, own.__getitem__
 
@@ -37,7 +40,7 @@ class GatheredColumn(NDArrayOperatorsMixin):
         return iter(np.asarray(self))
 
     def _at(self, index: Any) -> Any:
-        """The values at an index, in private memory."""
+        """Returns the values at an index, in private memory."""
         n = len(self)
         if type(index) is int and -n <= index < n:
             return self._gather(np.array([index % n]))[0]

@@ -45,10 +45,11 @@ class ChunkBatch(NamedTuple):
 
 @set_module("rlstructs.replay")
 class ChunkReplayBuffer(Buffer):
-    """A replay buffer of which chunks of T consecutive steps are drawn, uniformly or in proportion to priorities.
+    """A replay buffer that draws chunks of T consecutive steps.
 
-    A chunk never goes from the newest row on to the oldest. Episodes end where `end_episode` is called, and at rows in
-    which a tag says so (`terminated`, `truncated`, `done` or `dones`).
+    Draws are uniform or in proportion to priorities. A chunk never goes from the newest row on to the oldest. Episodes
+    end where `end_episode` is called, and at rows in which a tag says so (`terminated`, `truncated`, `done` or
+    `dones`).
 
     Prioritised draws draw the last row of a chunk, so that every row can be drawn except the oldest T - 1. A new row
     has the largest priority that was ever given, at first 1. Schaul et al., Prioritized Experience Replay (2016),
@@ -65,8 +66,8 @@ class ChunkReplayBuffer(Buffer):
         n_lanes: number of environments that are stepped side by side; each has rows and episodes of its own.
         framework: library of the samples, "numpy", "torch", "jax" or "warp".
         device: of samples.
-        episode_ends: whether chunks "cross" the ends of episodes, or "never" do; or cross them, and `mask` leaves out
-            the rows of other episodes than that of the first row, or of the drawn last one ("mask").
+        episode_ends: "cross" if chunks may span episodes; "never" for chunks of one episode; "mask" if they may span
+            episodes and `mask` marks one of them, that of the first row (in prioritised draws, of the last row).
         n_step: rewards become the discounted sum of so many steps, up to the end of the episode or the newest
             row; `next_observations` and the like come from the last of them.
         gamma: discount per step.
@@ -161,10 +162,10 @@ class ChunkReplayBuffer(Buffer):
 
     @property
     def data(self) -> Mapping[str, GatheredColumn]:
-        """Tag -> the stored rows, `(len, ...)`, of which those that are indexed are copied.
+        """Tag -> the stored rows, `(len, ...)`, copied when they are indexed.
 
-        They are sorted by lane and then by slot: with one lane, `data[tag][indices]` is what a sample holds. What is
-        done with one as a whole copies it, as `numpy.array` does; later rows do not change such a copy.
+        They are sorted by lane and then by slot: with one lane, `data[tag][indices]` has the rows of a sample.
+        Operations on a column as a whole copy it, as `numpy.array` does; later rows do not change such a copy.
         """
         return StoredRows(self._intake)
 
@@ -184,7 +185,9 @@ class ChunkReplayBuffer(Buffer):
         return self._intake.max_episode_steps
 
     def setup_entry(self, tag: str, dtype: Any) -> None:
-        """Adds a tag, of which every row will hold a value. The first value gives the shape.
+        """Adds a tag, for which every row will hold a value.
+
+        The first value gives the shape.
 
         Args:
             tag: its name.
@@ -220,14 +223,17 @@ class ChunkReplayBuffer(Buffer):
         self._intake.append(data, lane)
 
     def end_episode(self, lane: int | None = None) -> None:
-        """Ends the unfinished episode of a lane, if there is one; None for every lane."""
+        """Ends the unfinished episode of a lane, if there is one.
+
+        None ends those of every lane.
+        """
         self._intake.end_episodes(self._intake.choose_lanes(lane))
 
     def add_trajectories(self, trajectories: Trajectories, names: Mapping[str, str] | None = None) -> None:
         """Appends the valid steps of a batch of `RL_Batcher.get`.
 
         The lane of a trajectory is its `env_index`; a buffer of one lane appends one trajectory after another. If no
-        tag is set up yet, those of `names` are, with the dtypes of the trajectories.
+        tag is set up yet, the tags of `names` are set up, with the dtypes of the trajectories.
 
         Args:
             trajectories: the batch.
@@ -273,7 +279,7 @@ class ChunkReplayBuffer(Buffer):
         return ChunkBatch(data, self._export({"indices": picked.rows, **picked.fields}, {}))
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
-        """Sets the priorities of rows; of equal indices the last counts.
+        """Sets the priorities of rows; if an index is repeated, its last priority counts.
 
         Priorities of rows that were overwritten since they were drawn are dropped. The indices of a whole batch mean
         the rows of that batch, if it is one of the last 32; other indices mean the rows when they were last drawn.
@@ -297,7 +303,10 @@ class ChunkReplayBuffer(Buffer):
         self._priorities.set(self._storage, rows, values)
 
     def clear(self) -> None:
-        """Drops every row, their priorities and the largest of them; tags and the generator stay."""
+        """Drops every row and all priorities.
+
+        The largest priority is forgotten, too; tags and the generator stay.
+        """
         self._storage.clear()
         if self._priorities is not None:
             self._priorities.clear()

@@ -1,4 +1,7 @@
-"""Rows of rlberry's buffer before they are written: a value for each tag, with the tag's dtype."""
+"""Converts rows of rlberry's buffer before they are written.
+
+A row has a value for each tag, with the tag's dtype.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import ALL, Storage
 from rlstructs.structures.trajectories import Trajectories
 
-# Further tags of trajectories, beside `NAMES`, which is set up if no tag is.
+# Further tags of trajectories. Where the program has set up no tag, `NAMES` is set up, without these.
 MORE_NAMES = {"done": "_observation/done", "dones": "_observation/done"}
 
 
@@ -29,7 +32,7 @@ class TaggedIntake(Intake):
     """Writes rows that hold a value for each tag.
 
     Args:
-        storage, owner: as of `Intake`.
+        storage, owner: see `Intake`.
         max_episode_steps: the longest episode; None for no limit.
 
     Attributes:
@@ -47,7 +50,7 @@ class TaggedIntake(Intake):
         self.tags, self._step_writer = tags, None
 
     def choose_lanes(self, lane: Any) -> slice:
-        """The lanes that an argument `lane` means.
+        """Returns the lanes for an argument `lane`.
 
         Raises:
             TypeError, SpecError: it is neither None nor the number of a lane.
@@ -146,11 +149,11 @@ class TaggedIntake(Intake):
     # Files
 
     def state(self) -> dict[str, Any]:
-        """The tags, for the header of a file."""
+        """Returns the tags, for the header of a file."""
         return {"tags": {tag: dtype_name(spec) for tag, spec in self.tags.items()}}
 
     def tags_in(self, state: Mapping[str, Any], claims: Claims) -> dict[str, Spec]:
-        """The tags of a file.
+        """Reads the tags of a file.
 
         Raises:
             ValueError, KeyError: they do not fit.
@@ -179,7 +182,7 @@ class StoredRows(Mapping[str, GatheredColumn]):
         return GatheredColumn((len(storage), *spec.shape), dtype, partial(self._gather, tag))
 
     def _gather(self, tag: str, numbers: np.ndarray) -> np.ndarray:
-        """Copies of the rows with these numbers, counted by lane and then by slot."""
+        """Copies the rows with these numbers, counted by lane and slot."""
         storage = self._intake.storage
         spec = storage.columns.specs.get(tag)
         if spec is None:  # no row has come yet
@@ -206,5 +209,5 @@ def _check_dtype_name(tag: str, name: Any) -> str:
 
 
 def dtype_name(spec: Spec) -> str:
-    """The name of a dtype, in files and for users."""
+    """Returns the name of a dtype, in files and for users."""
     return "bfloat16" if spec.is_bfloat16 else spec.dtype.name

@@ -31,14 +31,17 @@ class Backing(Protocol):
     has_records: bool
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        """Allocates `nbytes` zeros. Most bytes of a sparse block are never touched and take no memory."""
+        """Allocates `nbytes` zeros.
+
+        In a sparse block most bytes are never touched, and take no memory.
+        """
 
 
 class Block(Protocol):
-    """Some bytes; they are pickled by value or by reference."""
+    """Some bytes, which are pickled by value or by reference."""
 
     def bytes(self) -> np.ndarray:
-        """uint8 (nbytes,), the memory itself."""
+        """Returns the memory itself, uint8 (nbytes,)."""
 
 
 class HeapBlock:
@@ -55,7 +58,7 @@ class HeapBlock:
 
 
 class SparseBlock:
-    """Ordinary memory of which only touched pages are taken, and pickled."""
+    """Ordinary memory; only touched pages take memory and are pickled."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = _small_pages(nbytes)
@@ -101,7 +104,10 @@ class SharedBlock:
         return np.frombuffer(self._arena.map(), np.uint8, self._nbytes)
 
     def storage(self) -> Any:
-        """torch's storage of the same bytes: its tensors are `is_shared`, and are sent without a copy."""
+        """Returns torch's storage of the same bytes.
+
+        Its tensors are `is_shared`, and are sent to processes without a copy.
+        """
         if self._storage is None:
             import torch  # only needed here
 
@@ -133,7 +139,9 @@ class Shared:
 
 
 class Folder:
-    """Files in a folder, which is created with the first file; a pickle holds copies, for a temporary folder.
+    """Files in a folder, which is created with the first file.
+
+    A pickle holds copies, for a temporary folder.
 
     Args:
         path: the folder; None for a temporary one, which is removed with this object.
@@ -168,7 +176,7 @@ class Folder:
         return self.path
 
     def _ours(self) -> list[Path]:
-        """Files that may be overwritten; raises SpecError if there are others."""
+        """Lists files that may be overwritten; raises SpecError for others."""
         found = sorted(self.path.iterdir())
         ours = [file for file in found if self._overwrite and re.fullmatch(r"\d{4}\.bin", file.name)]
         if others := [file.name for file in found if file not in ours]:
@@ -176,7 +184,7 @@ class Folder:
         return ours
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        """Creates a file of `nbytes` zeros, of which only the touched pages are taken."""
+        """Creates a file of `nbytes` zeros; only touched pages take space."""
         self.made()
         self._n += 1  # not the name, which may hold any character
         return FolderBlock(self, self.path / f"{self._n:04d}.bin", nbytes)

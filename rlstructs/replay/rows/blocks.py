@@ -47,7 +47,10 @@ def lead_of(
 
 
 def rounds(lanes: np.ndarray) -> Iterator[Any]:
-    """Indexes of rows to write together, so that no lane occurs twice, in order."""
+    """Yields indexes of rows that can be written together, in order.
+
+    No lane occurs twice in one of them.
+    """
     if (lanes[1:] > lanes[:-1]).all() or np.unique(lanes).size == lanes.size:
         if lanes.size:
             yield slice(None)
@@ -61,6 +64,9 @@ def rounds(lanes: np.ndarray) -> Iterator[Any]:
 
 
 def as_slice(lanes: np.ndarray) -> Any:
-    """Converts consecutive lanes to a slice, for which a block is written in one copy."""
+    """Converts consecutive lanes to a slice; returns others unchanged.
+
+    With a slice a block is written in one copy.
+    """
     first = int(lanes[0])
     return slice(first, first + lanes.size) if (lanes[1:] - lanes[:-1] == 1).all() else lanes

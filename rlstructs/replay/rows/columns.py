@@ -1,4 +1,7 @@
-"""Columns: named arrays with a row for each lane and slot, small ones side by side in records."""
+"""Columns: named arrays with a row for each lane and slot.
+
+Small ones lie side by side in records.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from rlstructs.replay.rows.spec import Spec, cast
 MOST_GATHERINGS = 64
 # Bytes that are read from a file at a time: all columns of these rows stay in a core's cache meanwhile.
 BYTES_AT_ONCE = 1 << 20
-# What `_map` makes anew, and a store.
+# The attributes that `_map` or a store sets again.
 MAPPED = frozenset(["flat", "cells", "ring", "_gatherings", "_separate", "_steps"])
 # Rows that are written at a time, all columns of them: their records stay in a core's cache meanwhile.
 ROWS_AT_ONCE = 4096
@@ -48,7 +51,7 @@ class Columns(RowIds):
         specs: name -> spec; replaced by another dict at each change, because other threads may be reading it.
         flat: name -> (n_rows, *shape), by row id.
         cells: name -> (n_lanes, capacity, *shape), the same memory.
-        layout: counts changes of the columns, twice each; odd during a change.
+        layout: a sequence lock, raised before and after each change of the columns; odd during a change.
         has_objects: whether a column holds objects.
 
     Example:
@@ -110,7 +113,7 @@ class Columns(RowIds):
         self._blocks = {**self._blocks, **self.make_blocks(specs)}
 
     def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
-        """Memory for columns, for `install`; small ones share a record."""
+        """Allocates memory for columns, for `install`; small ones share a record."""
         blocks: dict[str, Block] = {}
         for group in self._group(specs):
             name = next(iter(group))
@@ -138,13 +141,13 @@ class Columns(RowIds):
         return (own + sum(record.width for record in self._records())) * self.n_rows
 
     def nbytes_per_row(self, specs: Mapping[str, Spec]) -> int:
-        """Bytes of a row of columns that would be added together."""
+        """Counts the bytes of a row of columns that are added together."""
         groups = self._group(specs)
         padding = sum(width_of(group.values()) - sum(spec.nbytes for spec in group.values()) for group in groups)
         return sum(spec.nbytes for spec in specs.values()) + padding
 
     def available_bytes(self) -> int | None:
-        """Bytes that are available for more columns; None if unknown."""
+        """Returns the bytes available for more columns; None if unknown."""
         return available_bytes()
 
     def add(self, name: str, spec: Spec) -> None:
@@ -152,7 +155,10 @@ class Columns(RowIds):
         self.add_all({name: spec})
 
     def add_all(self, specs: Mapping[str, Spec]) -> None:
-        """Adds columns, which are stored together where they are small; all of their rows are unwritten."""
+        """Adds columns; all of their rows are unwritten.
+
+        Small ones are stored together.
+        """
         self._allocate(specs)
         self.layout += 1
         self.specs = {**self.specs, **specs}
@@ -165,9 +171,10 @@ class Columns(RowIds):
                 self.put_rows(name, slice(None), self.value(name, spec.unwritten))
 
     def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
-        """Gives columns other specs and values, `(n_rows, *shape)` by row id, and removes others.
+        """Gives columns other specs and values, and removes others.
 
-        A thread that reads meanwhile gets the old or the new ones; `layout` tells whether they were exchanged.
+        Values are `(n_rows, *shape)`, by row id. A thread that reads meanwhile gets the old or the new ones; `layout`
+        tells whether they were exchanged.
         """
         specs = {name: spec for name, (spec, _) in made.items()}
         blocks = self.make_blocks(specs)
@@ -176,7 +183,10 @@ class Columns(RowIds):
         self.install(specs, blocks, gone)
 
     def install(self, made: Mapping[str, Spec], blocks: Mapping[str, Block], gone: Iterable[str]) -> None:
-        """Gives columns other specs and the blocks that `make_blocks` made for these, and removes others."""
+        """Gives columns other specs and blocks, and removes others.
+
+        `make_blocks` makes the blocks.
+        """
         self.layout += 1
         gone = set(gone) - made.keys()
         self._blocks = {name: block for name, block in {**self._blocks, **blocks}.items() if name not in gone}
@@ -190,7 +200,7 @@ class Columns(RowIds):
         self.layout += 1
 
     def emptied(self, capacity: int) -> Columns:
-        """Returns columns of the same kind and of this capacity, without any column."""
+        """Makes columns of the same kind and of this capacity, without any column."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), specs={}, _blocks={}, has_objects=False)
         RowIds.__init__(other, self.n_lanes, capacity, self.order)
@@ -224,7 +234,10 @@ class Columns(RowIds):
         self.copy_to(backing)()
 
     def resize(self, capacity: int) -> None:
-        """Changes the number of rows per lane; rows that still fit keep their lanes and slots."""
+        """Changes the number of rows per lane.
+
+        Rows that still fit keep their lanes and slots.
+        """
         old, n = dict(self.cells), min(self.capacity, capacity)
         RowIds.__init__(self, self.n_lanes, capacity, self.order)
         self.add_all({name: self.specs[name] for name in old})
@@ -232,7 +245,10 @@ class Columns(RowIds):
             self.cells[name][:, :n] = cells[:, :n]
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """Copies of some rows of columns that are not linked, `(*rows.shape, *shape)` each, in their kind of memory."""
+        """Copies rows of columns that are not linked, `(*rows.shape, *shape)` each.
+
+        The copies are in the columns' kind of memory.
+        """
         wanted, gatherings = tuple(names), self._gatherings
         gathering = gatherings.get(wanted)
         if gathering is None:
@@ -246,9 +262,10 @@ class Columns(RowIds):
         return taken
 
     def copy_steps(self, names: Iterable[str], first: int, n: int, by_lane: bool) -> list[Any]:
-        """Copies of the rows for the steps `[first, first + n)` of every lane, `(n_lanes * n, *shape)` each.
+        """Copies the rows of some steps of every lane.
 
-        They are sorted by step, or `by_lane`.
+        These are the steps `[first, first + n)`; each column gives `(n_lanes * n, *shape)`, sorted by step, or
+        `by_lane`.
         """
         slot = first % self.capacity
         n_before = min(n, self.capacity - slot)  # up to the end of the rings
@@ -264,7 +281,10 @@ class Columns(RowIds):
         return copy.reshape(n * self.n_lanes, *spec.shape)
 
     def items_of(self, name: str) -> np.ndarray | None:
-        """A view of a column, `(n_rows,)`, whose rows are numbers, or pieces of memory; None if there is none."""
+        """Views a column as `(n_rows,)`, one item per row.
+
+        An item is a number, or a piece of memory. None if rows are objects or have no bytes.
+        """
         spec, block = self.specs[name], self._blocks[name]
         if isinstance(block, Record):
             return block.items_of(name)
@@ -273,15 +293,21 @@ class Columns(RowIds):
         return np.ndarray(self.n_rows, row_dtype(spec), self.flat[name])
 
     def host(self, name: str, values: Any) -> np.ndarray:
-        """Values of a column, as `gather` returns them, in host memory."""
+        """Returns values of a column, from `gather`, in host memory."""
         return np.asarray(values)
 
     def slots_to_file(self, name: str, n: int) -> Any:
-        """The first n slots of every lane, `(*lead(n), *shape)`: a view, or an object that numpy makes an array of."""
+        """Returns the first n slots of every lane, `(*lead(n), *shape)`.
+
+        This is a view, or an object that numpy converts to an array.
+        """
         return self.by_lane(self.cells[name][:, :n])
 
     def shared_storage(self, name: str) -> tuple[Any, int] | None:
-        """torch's storage of a column in shared memory, and bytes before its first row; None for any other."""
+        """Returns torch's storage of a column in shared memory, and an offset.
+
+        The offset is the number of bytes before its first row. None for a column in other memory.
+        """
         block, offset = self._blocks.get(name), 0
         if isinstance(block, Record):
             offset, block = block.offsets[name], block.block
@@ -300,12 +326,15 @@ class Columns(RowIds):
         Args:
             name: of the column.
             rows: an index of the first axis of `flat`.
-            values: what `converted` or `check` returned, or one number.
+            values: a result of `converted` or `check`, or one number.
         """
         self.flat[name][rows] = values
 
     def put_cells(self, name: str, lanes: Any, slots: Any, values: Any) -> None:
-        """Writes to slots of lanes, an index of the first two axes of `cells`; see `put_rows`."""
+        """Writes to slots of lanes; see `put_rows`.
+
+        `lanes` and `slots` index the first two axes of `cells`.
+        """
         cells = self.cells[name]
         if isinstance(values, np.ndarray) and values.ndim == cells.ndim == 3 and values.dtype == cells.dtype:
             step, width = values.dtype.itemsize, values.shape[2]
@@ -315,12 +344,18 @@ class Columns(RowIds):
         cells[lanes, slots] = values
 
     def restore_slots(self, name: str, start: int, values: np.ndarray) -> None:
-        """Sets n slots of every lane, from one on, to `values`, (n_lanes, n, *shape) of the column's dtype."""
+        """Sets the slots of every lane from `start` on.
+
+        `values` are (n_lanes, n, *shape), with the column's dtype.
+        """
         slots = slice(start, start + values.shape[1])
         self.put_cells(name, slice(None), slots, self.converted(name, values, self.specs[name]))
 
     def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
-        """Overwrites valid rows, int64 (n,), no two the same; the other columns keep what they hold."""
+        """Overwrites valid rows of a column, int64 (n,), no two the same.
+
+        The other columns keep their values.
+        """
         self.put_rows(name, rows, values)
 
     def write_block(
@@ -331,10 +366,12 @@ class Columns(RowIds):
         lengths: np.ndarray | None,
         head: int | None,
     ) -> None:
-        """Writes T rows from each head on, before the heads are raised; columns that the block lacks become unwritten.
+        """Writes T rows from each head on, before the heads are raised.
+
+        Columns that the block lacks become unwritten.
 
         Args:
-            block, lanes, n_timesteps, lengths: as of `Storage.write`, checked; T is at most the capacity.
+            block, lanes, n_timesteps, lengths: see `Storage.write`; already checked, and T is at most the capacity.
             head: of all these lanes, if they have the same.
         """
         # Slots, and which of the T rows are written to them.
@@ -361,7 +398,10 @@ class Columns(RowIds):
             self.write_links(block, lanes, n_timesteps, lengths)
 
     def _runs(self, head: int, n_timesteps: int, at_once: int) -> Iterator[tuple[slice, slice]]:
-        """The slots of T rows from a head on, and which of the rows, in pieces that do not cross the ends of rings."""
+        """Yields the slots of T rows from a head on, in pieces.
+
+        Each piece has its slots and its rows, as slices. No piece crosses the end of a ring.
+        """
         at = 0
         while at < n_timesteps:
             slot = (head + at) % self.capacity
@@ -372,13 +412,19 @@ class Columns(RowIds):
     def write_links(
         self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
     ) -> None:
-        """Writes the linked columns; here there are none."""
+        """Writes the linked columns; does nothing here, as there are none."""
 
     def write_step(self, name: str, value: np.ndarray, following: np.ndarray, head: int) -> None:
-        """Writes links for one row of each lane, all of which have this head; see `LinkedColumns`."""
+        """Writes links for one row of each lane; see `LinkedColumns`.
+
+        All lanes have the same head.
+        """
 
     def own(self, value: Any, spec: Spec) -> Any:
-        """Returns a value that a column of this spec takes without passing through the host; otherwise None."""
+        """Returns the value if a column takes it without the host, else None.
+
+        Such a value is on the columns' device, with the dtype of this spec.
+        """
         return None
 
     def converted(self, name: str, values: Any, spec: Spec) -> Any:
@@ -405,7 +451,9 @@ class Columns(RowIds):
         return self.fitted(name, values, lead, spec)
 
     def fitted(self, name: str, values: Any, lead: tuple[int, ...], spec: Spec) -> Any:
-        """Converts values `(*lead, *shape)` for a column of this spec, which need not exist yet.
+        """Converts values `(*lead, *shape)` for a column of this spec.
+
+        The column need not exist yet.
 
         Raises:
             SpecError: the shape or dtype does not fit.
@@ -423,6 +471,9 @@ class Columns(RowIds):
 
 
 def pieces(n: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Divides n things of so many bytes for reading: yields the first of each piece and how many it has."""
+    """Divides n things of `nbytes` each for reading.
+
+    Yields the first of each piece, and how many it has.
+    """
     at_once = max(1, BYTES_AT_ONCE // max(1, nbytes))
     return ((at, min(at_once, n - at)) for at in range(0, n, at_once))

@@ -1,4 +1,7 @@
-"""Copies, pickles and forks of what other threads may change meanwhile: none of them sees half of a change."""
+"""Copies, pickles and forks of objects that other threads change.
+
+None of them has half of a change.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _held: list[Any] = []  # during a fork
 
 
 def lock_that_forks() -> Any:
-    """A `threading.RLock` for which `os.fork` waits: what it guards is whole, and free, in the child."""
+    """Makes a `threading.RLock` that `os.fork` waits for.
+
+    In the child the guarded data is whole, and the lock is free.
+    """
     lock = threading.RLock()
     with _gate:
         _locks.add(lock)
@@ -29,7 +35,10 @@ def lock_that_forks() -> Any:
 
 
 def _hold() -> None:
-    """Takes every lock. Waits for one only while it holds no other: threads take them in any order."""
+    """Takes every lock.
+
+    It waits for a lock only while it holds no other, because threads take them in any order.
+    """
     _forking.acquire()
     missing: Any = None
     while True:
@@ -45,7 +54,7 @@ def _hold() -> None:
 
 
 def _take(lock: Any) -> bool:
-    """Takes a lock if no other thread has it; returns whether."""
+    """Takes a lock if no other thread has it; returns whether it did."""
     if lock.acquire(blocking=False):
         _held.append(lock)
         return True
@@ -64,7 +73,7 @@ def _release() -> None:
 
 
 class Owner(Protocol):
-    """Has a lock."""
+    """An object with an attribute `lock`."""
 
     lock: Any
 
@@ -73,7 +82,10 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_lock_after_fork(owner: Owner) -> None:
-    """Gives an object a new lock in every forked child, whose other threads cannot release the old one."""
+    """Gives an object a new lock in every forked child.
+
+    The child's copy of the lock might be held by a thread that the child lacks.
+    """
     _owners.add(owner)
 
 
@@ -92,7 +104,9 @@ C = TypeVar("C", bound="CopiedWhole")
 
 
 class Unchanged:
-    """The last value of a pickled state: pickling it raises if the values before it have changed meanwhile.
+    """Ends a pickled state; pickling it raises StateError after a change.
+
+    It is the last value of the state, so that the values before it have been pickled.
 
     Args:
         content: returns a value that differs after a change.
@@ -108,17 +122,21 @@ class Unchanged:
 
 
 class CopiedWhole:
-    """Base of stores, buffers and memories: threads may write while one is copied or pickled.
+    """Base class of stores, buffers and memories, copied or pickled as a whole.
 
-    A deep copy is taken while its locks are held. A pickle is taken without them, and raises StateError after a write.
+    Threads may write to them at any time. A deep copy is taken while its locks are held. A pickle is taken without
+    them, and raises StateError after a write.
     """
 
     def _locks(self) -> Sequence[Any]:
-        """The locks that keep other threads from changing it, in the order in which they are taken."""
+        """Returns the locks that keep other threads from changing it.
+
+        They are in the order in which they are taken.
+        """
         raise NotImplementedError
 
     def _content(self) -> Any:
-        """A value that differs after every write."""
+        """Returns a value that differs after every write."""
         raise NotImplementedError
 
     @contextlib.contextmanager

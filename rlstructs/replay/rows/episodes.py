@@ -48,7 +48,9 @@ class Episodes:
         return self.columns.nbytes
 
     def open_lengths(self, lanes: slice | np.ndarray, head: int | None = None) -> np.ndarray:
-        """The number of steps so far of the unfinished episodes, int (n,); 0 where there is none.
+        """Returns the steps so far of unfinished episodes, int (n,).
+
+        It is 0 for a lane without one.
 
         Args:
             lanes: n of them.
@@ -112,11 +114,13 @@ class Episodes:
     def longest(
         self, lanes: np.ndarray, done: np.ndarray, starts: np.ndarray | None = None, lengths: np.ndarray | None = None
     ) -> np.ndarray:
-        """The length of the longest episode that each n rows would be part of, int64 (n,).
+        """Finds the longest episode that each n rows would be part of.
+
+        Returns its length in steps, int64 (n,).
 
         Args:
             lanes: int (n,); rows of a repeated lane would follow one another.
-            done, starts, lengths: as of `write`.
+            done, starts, lengths: see `write`.
         """
         n, n_timesteps = done.shape
         valid = np.ones_like(done) if lengths is None else np.arange(n_timesteps) < lengths[:, None]
@@ -133,14 +137,19 @@ class Episodes:
         return found
 
     def reopen(self, lanes: slice | np.ndarray) -> None:
-        """Removes the lengths that a killed writer gave to episodes whose ends were lost with it."""
+        """Removes the lengths of episodes whose ends were lost.
+
+        A killed writer may have set the length without writing all rows.
+        """
         every = np.arange(self.columns.n_lanes)[lanes]
         self.set_lengths(every, self.open_lengths(lanes), np.zeros_like(every), 0)
 
     def set_lengths(
         self, lanes: np.ndarray, before: np.ndarray, totals: np.ndarray, n_new: Any, heads: Any = None
     ) -> None:
-        """Sets the lengths of the newest episodes of n lanes, for those of their rows that stay.
+        """Sets the lengths of the newest episodes of n lanes.
+
+        Only rows that will not be overwritten get them.
 
         Args:
             lanes: int64 (n,).
@@ -168,7 +177,10 @@ class Episodes:
         self.columns.flat[EPISODE][:, LENGTH][rows] = totals[which]
 
     def close(self, lanes: np.ndarray, n_steps: np.ndarray | None = None) -> None:
-        """Ends the unfinished episodes of these lanes, int64 (n,), at their newest rows; `n_steps` long if known."""
+        """Ends the unfinished episodes of these lanes at their newest rows.
+
+        The lanes are int64 (n,). `n_steps` are the lengths of the episodes, if known.
+        """
         n_steps = self.open_lengths(lanes) if n_steps is None else n_steps
         self.set_lengths(lanes, n_steps, n_steps, 0)
 
@@ -185,7 +197,7 @@ class Episodes:
             self.columns.cells[EPISODE][lane, slots] = np.stack([time, length], axis=1)
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """The positions of rows in their episodes, int64."""
+        """Returns the positions of rows in their episodes, int64."""
         return self.columns.flat[EPISODE].take(rows, axis=0)[..., TIME].astype(np.int64)
 
     def begin(self, rows: np.ndarray) -> np.ndarray:
@@ -194,26 +206,32 @@ class Episodes:
         return np.asarray(pairs[..., TIME] == 0)
 
     def end(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Which rows end an episode, bool; None for all rows, by row id."""
+        """Marks rows that end an episode, bool; None for all, by row id."""
         pairs = self.columns.flat[EPISODE]
         pairs = pairs if rows is None else pairs.take(rows, axis=0)
         return np.asarray(pairs[..., TIME] + 1 == pairs[..., LENGTH])
 
     def remaining(self, rows: np.ndarray) -> np.ndarray:
-        """Steps from each row to the end of its episode, including the row; `NO_END` if it goes on."""
+        """Counts the steps from each row to the end of its episode.
+
+        The row itself counts. `NO_END` if the episode goes on.
+        """
         pairs = self.columns.flat[EPISODE].take(rows, axis=0).astype(np.int64)
         return np.where(pairs[..., LENGTH] > 0, pairs[..., LENGTH] - pairs[..., TIME], NO_END)
 
 
 def _find_first(done: np.ndarray, starts: np.ndarray | None, valid: np.ndarray) -> np.ndarray:
-    """Which of these rows are the first of an episode, as far as the rows tell, bool (n, T)."""
+    """Marks the first rows of episodes, as far as known, bool (n, T).
+
+    Whether the first of the T rows begins an episode depends on the rows before it, too.
+    """
     first = np.zeros_like(done) if starts is None else starts & valid
     first[:, 1:] |= done[:, :-1]
     return first
 
 
 def _times(carried: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The positions of T rows in their episodes, int64 (n, T).
+    """Computes the positions of T rows in their episodes, int64 (n, T).
 
     Args:
         carried: (n,), the position of the first row unless it begins an episode.

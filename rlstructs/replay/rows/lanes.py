@@ -1,4 +1,6 @@
-"""The counters of a store: how many rows each lane has had, and which of them are valid.
+"""The counters of a store.
+
+They tell how many rows each lane has had, and which of them are valid.
 
 The steps of a lane are numbered from 0, and no number is used twice; step s is in slot `s % capacity`. There are three
 counters per lane, int64, in memory that other processes may share:
@@ -20,7 +22,7 @@ Row ids, int64: `lane * lane_stride + slot * slot_stride`.
 The order of a store sets the strides: "lane" (capacity and 1) keeps the rows of a lane together, "slot" (1 and n_lanes)
 the rows of one time. Only `RowIds` calculates with row ids.
 
-`Continuity`: which rows of a lane follow on one another, so that those that do not follow begin an episode.
+`Continuity` knows which rows of a lane follow one another. A row that does not follow the one before begins an episode.
 
 Rollouts say the number of each row's first step in its environment's own count (`TemporalDictTensor.first_steps`). A
 rollout that a memory was not given leaves a gap in these numbers. For each lane there are three int64:
@@ -51,7 +53,10 @@ ALL = slice(None)
 
 
 def is_ordered(machine: str) -> bool:
-    """Whether processors of this name, as `platform.machine` gives it, keep the order of loads and that of stores."""
+    """Whether processors of this name keep the order of loads and stores.
+
+    The name is from `platform.machine`. Loads stay in the order of loads, and stores in the order of stores.
+    """
     return machine.lower() in ("x86_64", "amd64", "i386", "i486", "i586", "i686", "x86")
 
 
@@ -59,15 +64,18 @@ IS_ORDERED = is_ordered(platform.machine())
 
 
 def keep_order() -> None:
-    """Keeps loads and stores before this call before those after it, as other processes see them."""
+    """Orders the loads and stores before this call before those after it.
+
+    Other processes see them in this order.
+    """
     if not IS_ORDERED:
         fence()
 
 
 def fence() -> None:
-    """Orders memory by what Python has.
+    """Orders memory by means of Python's locks.
 
-    What comes before a release stays before it, what comes after an acquisition stays after it, and an acquisition
+    Everything before a release stays before it, everything after an acquisition stays after it, and an acquisition
     stays after an earlier release. So a release that an acquisition follows is a full barrier; neither alone is. The
     lock is new, so that no fork copies one that another thread holds.
     """
@@ -106,7 +114,7 @@ class Ring:
         return int((self.head - self.oldest()).clip(0).sum())
 
     def oldest(self) -> np.ndarray:
-        """The first valid step of each lane, int64 (n_lanes,)."""
+        """Returns the first valid step of each lane, int64 (n_lanes,)."""
         return np.asarray(np.maximum(self.base, self.reserved - self.capacity))
 
     def reserve(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
@@ -115,7 +123,7 @@ class Ring:
         keep_order()
 
     def skip_lost(self, lanes: slice | np.ndarray) -> None:
-        """Clears lanes in which a killed writer had announced to overwrite every row."""
+        """Clears lanes in which a killed writer had reserved every row."""
         lost = self.reserved[lanes] - self.capacity >= self.head[lanes]
         if lost.any():
             self.base[lanes] = np.where(lost, self.head[lanes], self.base[lanes])
@@ -133,7 +141,7 @@ class Ring:
             lanes: the lanes.
         """
         alignment = self.capacity if alignment is None else alignment
-        # Above all steps of these lanes: they stay in step, and those who follow the heads notice.
+        # Above all steps of these lanes: they stay in step, and objects that follow the heads notice.
         start = (int(np.maximum(self.head, self.reserved)[lanes].max()) // alignment + 1) * alignment
         # The head last: until then a reader finds no rows rather than invalid ones.
         self.base[lanes] = start
@@ -143,19 +151,21 @@ class Ring:
         self.head[lanes] = start
 
     def is_full(self) -> np.ndarray:
-        """Which lanes are full, bool (n_lanes,)."""
+        """Marks full lanes, bool (n_lanes,)."""
         return np.asarray(self.head - self.base >= self.capacity)
 
 
 class InStep:
-    """Which lanes of a ring are in step, for a writer that follows the heads.
+    """The lanes of a ring that are in step.
+
+    A writer that follows the heads uses it.
 
     Args:
         ring: the counters.
 
     Attributes:
         head: of all lanes; None if they differ.
-        n_ahead: so many lanes, the first ones, have one more row than `head` says.
+        n_ahead: the first `n_ahead` lanes have one more row than `head` says.
 
     Example:
         >>> step = InStep(ring := Ring(np.zeros((N_COUNTERS, 3), np.int64), capacity=4))
@@ -181,7 +191,10 @@ class InStep:
         self.n_ahead = n if is_known else 0
 
     def next_lanes(self, n: int) -> slice | np.ndarray | None:
-        """The first `n` lanes that lack the row that others have; None if there are fewer."""
+        """Returns the first `n` lanes without the row that others have.
+
+        None if there are fewer.
+        """
         if self.head is not None:
             end = self.n_ahead + n
             return slice(self.n_ahead, end) if end <= self._ring.n_lanes else None
@@ -189,13 +202,18 @@ class InStep:
         return behind[:n] if n <= behind.size else None
 
     def count_least(self) -> int:
-        """Counts the rows that the lane with the fewest has had since all were dropped."""
+        """Counts the rows of the lane with the fewest.
+
+        All rows since the last clear count, overwritten ones too.
+        """
         if self.head is not None and self._base is not None:
             return self.head - self._base
         return int((self._ring.head - self._ring.base).min())
 
     def find_block(self, lanes: slice | np.ndarray, n_timesteps: int, ids: RowIds) -> slice | None:
-        """Indexes the next rows of lanes, or of the only lane; None if they are no block.
+        """Returns the ids of the next rows as a slice, if possible.
+
+        These are the next rows of the lanes, or of the only lane. None if no slice has them.
 
         Args:
             lanes: a slice has bounds, or is of all lanes.
@@ -212,7 +230,10 @@ class InStep:
         return slice(first, end + 1, ids.lane_stride)
 
     def advance(self, lanes: slice | np.ndarray, n_timesteps: int, is_block: bool) -> None:
-        """Follows the heads of lanes that have risen; `is_block` says whether `find_block` found their rows."""
+        """Follows the heads of lanes after they have risen.
+
+        `is_block` says whether `find_block` found their rows.
+        """
         head = self.head
         if isinstance(lanes, slice) and lanes == ALL and (head is None or not is_block):
             self.head = None if head is None else head + n_timesteps  # they keep their distances
@@ -224,21 +245,24 @@ class InStep:
             self.n_ahead = lanes.stop
 
 
-# After the counters of the lanes: how often rows that were there have changed, whether a program has live tensors, and
-# how often episodes have changed without new rows.
+# After the counters of the lanes: how often existing rows have changed, whether a program has live tensors, and how
+# often episodes have changed without new rows.
 REWRITES, EXPOSED, EPISODE_CHANGES = range(3)
 N_NOTES = 3
 
 
 class Counters:
-    """Three int64 for each lane (see `Ring`), three more (see `Continuity`), and three for the store.
+    """The counters of a store, int64.
+
+    There are three for each lane (see `Ring`), three more (see `Continuity`), and three for the store.
 
     Args:
         n_lanes: number of lanes.
         backing: where the bytes are stored.
 
     Attributes:
-        shown: the counters that this process reads by while others write, int64 (3, n_lanes); None for the shared ones.
+        shown: the private counters that this process uses for reading while others write, int64 (3, n_lanes); None if
+            it uses the shared ones.
     """
 
     def __init__(self, n_lanes: int, backing: Backing) -> None:
@@ -258,29 +282,38 @@ class Counters:
 
     @property
     def continuity(self) -> Continuity:
-        """Which steps of their environments the newest rows are, which all processes share."""
+        """The numbers of the newest rows in their environments.
+
+        All processes share them.
+        """
         return Continuity(self._of_lanes()[N_COUNTERS:])
 
     def _of_lanes(self) -> np.ndarray:
         return self._block.bytes().view(np.int64)[:-N_NOTES].reshape(N_COUNTERS + N_NUMBERS, -1)
 
     def read(self) -> np.ndarray:
-        """The counters that this process reads by, int64 (3, n_lanes)."""
+        """Returns the counters that this process reads by, int64 (3, n_lanes)."""
         return self.shared if self.shown is None else self.shown
 
     def show(self, shown: np.ndarray | None, settle: Callable[[], None] | None) -> None:
-        """Has this process read by other counters; None ends that. `settle` waits until no other process writes."""
+        """Pins the counters that this process reads by; None unpins them.
+
+        `settle` waits until no other process writes.
+        """
         self.shown, self._settle = shown, settle
 
     def settle(self) -> None:
-        """Waits until no other process writes, if this one reads by counters of its own."""
+        """Waits until no other process writes, if counters are pinned."""
         if self._settle is not None:
             self._settle()
 
     def take_back(self) -> None:
-        """Drops what other processes have written after what this one shows; they must have ended."""
+        """Drops the rows that others have written after the pinned counters.
+
+        These processes must have ended.
+        """
         assert self.shown is not None
-        # The head last: what it goes back over is reserved by then.
+        # The head last: the rows that it drops are reserved by then.
         self.shared[RESERVED] = self.shown[RESERVED]
         keep_order()
         self.shared[HEAD] = self.shown[HEAD]
@@ -339,19 +372,28 @@ class RowIds:
         return self.n_lanes * self.capacity
 
     def lead(self, n_slots: int) -> tuple[int, int]:
-        """The first two axes of an array of the first `n_slots` slots of every lane, in the order of the store."""
+        """Returns the first two axes of an array of `n_slots` slots per lane.
+
+        They are in the order of the store.
+        """
         return (self.n_lanes, n_slots) if self.order == LANE else (n_slots, self.n_lanes)
 
     def by_lane(self, array: Any) -> Any:
-        """A view of such an array, or of one of this order, by lane and slot; the inverse of itself."""
+        """Views an array in the store's order by lane and slot.
+
+        It is its own inverse: it also converts from this order to the store's.
+        """
         return array if self.order == LANE else array.swapaxes(0, 1)
 
     def rows(self, lanes: Any, slots: Any) -> np.ndarray:
-        """Row ids of slots in [0, capacity)."""
+        """Returns the row ids of slots in [0, capacity)."""
         return np.asarray(lanes * self.lane_stride + slots * self.slot_stride)
 
     def at_steps(self, lanes: Any, steps: Any) -> np.ndarray:
-        """Row ids of the rows for these steps; `lanes` is an index, or an array of the shape of the steps."""
+        """Returns the row ids of these steps.
+
+        `lanes` is an index, or an array of the shape of the steps.
+        """
         capacity, slot_stride = self._in_numpy
         slots = steps % capacity
         if self.n_lanes == 1:
@@ -359,29 +401,35 @@ class RowIds:
         return np.asarray(self._first_rows[lanes] + (slots if self.order == LANE else slots * slot_stride))
 
     def between(self, low: int, high: int) -> np.ndarray:
-        """Row ids of the rows of each lane from the step `low` to before `high`, lane by lane."""
+        """Lists the row ids of steps `[low, high)`, lane by lane."""
         slots = np.arange(low % self.capacity, low % self.capacity + high - low)
         slots[self.capacity - low % self.capacity :] -= self.capacity
         return slots if self.n_lanes == 1 else (self._first_rows[:, None] + slots * self.slot_stride).reshape(-1)
 
     def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lanes and slots of row ids."""
+        """Returns the lanes and slots of row ids."""
         major, minor = np.divmod(rows, self.capacity if self.order == LANE else self.n_lanes)
         return (major, minor) if self.order == LANE else (minor, major)
 
     def lanes(self, rows: np.ndarray) -> np.ndarray:
-        """The lanes of row ids."""
+        """Returns the lanes of row ids."""
         return np.asarray(rows // self.capacity if self.order == LANE else rows % self.n_lanes)
 
     def numbered(self, index: np.ndarray, low: int, n: int) -> np.ndarray:
-        """Row ids by number if each lane has `n` rows from the step `low` on; they are in the order of the store."""
+        """Returns the row ids of row numbers, in the order of the store.
+
+        Each lane has `n` rows from the step `low` on.
+        """
         if self.order == LANE:
             lanes, ages = np.divmod(index, n) if self.n_lanes > 1 else (0, index)
             return self.at_steps(lanes, low + ages)
         return np.asarray((index + low * self.n_lanes) % self.n_rows)
 
     def steps(self, rows: np.ndarray, last: Any) -> np.ndarray:
-        """The newest steps that rows can hold, up to `last`: one step for all lanes, or int64 (n_lanes,)."""
+        """Returns the newest steps that rows can hold, up to `last`.
+
+        `last` is one step for all lanes, or int64 (n_lanes,).
+        """
         slots = rows  # modulo the capacity, in order "lane"
         if self.order != LANE or isinstance(last, np.ndarray):
             lanes, slots = self.places(rows)
@@ -389,7 +437,10 @@ class RowIds:
         return np.asarray(last - (last - slots) % self.capacity)
 
     def shifted(self, rows: np.ndarray, by: Any) -> np.ndarray:
-        """Row ids of the rows so many steps after these in their lanes; `by` (L,) for rows (B, 1) must be ascending."""
+        """Returns the row ids of the rows `by` steps later in their lanes.
+
+        `by` (L,) for rows (B, 1) must be ascending.
+        """
         lanes, slots = (0, rows) if self.n_lanes == 1 else self.places(rows)
         if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:
             low, high = slots.min() + by[0], slots.max() + by[-1]
@@ -405,7 +456,7 @@ ANY = -2
 
 
 class Continuity:
-    """Tells which rows follow the newest ones of their lanes.
+    """The continuity of lanes: whether rows follow the newest ones.
 
     Args:
         numbers: int64 (3, n_lanes), zeros for lanes of which nothing is known.
@@ -442,9 +493,10 @@ class Continuity:
         return np.asarray((first_steps != UNKNOWN) & (before != first_steps) & (before != ANY))
 
     def record(self, lanes: np.ndarray, first_steps: np.ndarray, lengths: np.ndarray, ring: Ring) -> None:
-        """Records which steps the newest rows are; the arguments are those of `find_gaps`, after the rows are written.
+        """Records which steps the newest rows are.
 
-        Without the numbers of a lane's last trajectory nothing is known of the lane.
+        Call it after the rows are written, with the arguments of `find_gaps`. Without the numbers of a lane's last
+        trajectory nothing is known of the lane.
         """
         at = _as_index(lanes)
         if not isinstance(at, slice):
@@ -462,7 +514,9 @@ class Continuity:
         self._numbers[:, at] = np.where(first_steps != UNKNOWN, [offset, since, heads], 0)
 
     def following(self, heads: np.ndarray) -> np.ndarray:
-        """The numbers of the steps that would follow the newest rows, int64 (n_lanes,), `UNKNOWN` where none is known.
+        """Returns the steps that would follow the newest rows, int64 (n_lanes,).
+
+        They are numbered in their environments; `UNKNOWN` where the number is unknown.
 
         Args:
             heads: int64 (n_lanes,), the steps up to which there are rows; some may have been taken back.
@@ -471,11 +525,14 @@ class Continuity:
         return np.asarray(np.where((since < heads) & (heads <= end), heads + offset, UNKNOWN))
 
     def restore(self, following: np.ndarray, heads: np.ndarray) -> None:
-        """Sets what `following` returned for these heads."""
+        """Restores a result of `following` for these heads."""
         self._numbers[...] = np.where(following == UNKNOWN, 0, [following - heads, heads - 1, heads])
 
 
 def _as_index(lanes: np.ndarray) -> Any:
-    """The lanes as a slice if they are consecutive, as nearly always; otherwise as they are."""
+    """Converts consecutive lanes to a slice; returns others unchanged.
+
+    Lanes are nearly always consecutive.
+    """
     is_slice = lanes.size > 0 and (lanes[1:] - lanes[:-1] == 1).all()
     return slice(int(lanes[0]), int(lanes[0]) + lanes.size) if is_slice else lanes

@@ -1,8 +1,9 @@
-"""Columns of next observations, which are stored once: as the observation of the following row.
+"""Columns of next observations, which are stored only once.
 
-Except at the end of an episode, the next observation of a step is the observation of the following step. A linked
-column stores nothing where the following row holds the same bits in its source. Other values are stored separately, in
-sparse memory. The newest row of a lane has no following row yet, so its value waits until that row is written.
+They are stored as the observation of the following row. Except at the end of an episode, the next observation of a step
+is the observation of the following step. A linked column stores nothing where the following row holds the same bits in
+its source. Other values are stored separately, in sparse memory. The newest row of a lane has no following row yet, so
+its value waits until that row is written.
 """
 
 from __future__ import annotations
@@ -47,15 +48,17 @@ class Link:
     steps: np.ndarray
 
     def find_newest(self, head: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """Which of the two waiting values is that of the newest row, 0 or 1 for each of these lanes."""
+        """Finds the waiting value of the newest row: 0 or 1 per lane."""
         return np.asarray(self.steps[1, lanes] == head[lanes] - 1, np.intp)
 
 
 class _Step:
-    """The plan of a write to a linked column: one row of each lane, which are in step.
+    """The plan for writing one row per lane to a linked column.
+
+    The lanes are in step.
 
     Args:
-        waiting: as of `Link`.
+        waiting: see `Link`.
         separate, is_separate: of a column and of its `Link`, by slot: `(capacity, n_lanes, ...)`.
         head: of all lanes, when it is used next.
         newest: which of the waiting values are those of the newest rows.
@@ -68,7 +71,10 @@ class _Step:
         self._waiting, self._rows = [_bits(values) for values in waiting], (waiting.shape[1], -1)
 
     def differ(self, following: np.ndarray) -> np.ndarray:
-        """Which of the newest rows differ from these, `(n_lanes, *shape)`, bool (n_lanes,)."""
+        """Marks newest rows that differ from these, bool (n_lanes,).
+
+        `following` is `(n_lanes, *shape)`.
+        """
         before = self._waiting[self.newest]
         after = np.ascontiguousarray(following).reshape(self._rows).view(before.dtype)
         differs: np.ndarray = np.logical_or.reduce(before != after, axis=1)
@@ -76,9 +82,9 @@ class _Step:
 
 
 class LinkedColumns(Columns):
-    """Columns in host memory, some of which may be linked; those are not in `flat` and `cells`.
+    """Columns in host memory, some of which may be linked.
 
-    `ring` must be set before a linked column is written or read.
+    Linked ones are not in `flat` and `cells`. `ring` must be set before a linked column is written or read.
 
     Example:
         >>> from rlstructs.replay.rows.lanes import Ring
@@ -104,13 +110,13 @@ class LinkedColumns(Columns):
         self._steps: dict[str, _Step] = {}  # filled by `write_step`
 
     def _by_slot(self, rows: np.ndarray) -> np.ndarray:
-        """A view of rows (n_rows, ...) by slot and lane, (capacity, n_lanes, ...)."""
+        """Views rows (n_rows, ...) by slot and lane, (capacity, n_lanes, ...)."""
         if self.order == LANE:
             return rows.reshape(self.n_lanes, self.capacity, *rows.shape[1:]).swapaxes(0, 1)
         return rows.reshape(self.capacity, self.n_lanes, *rows.shape[1:])
 
     def _separate_rows(self, name: str) -> np.ndarray:
-        """The memory of a linked column, `(n_rows, *shape)`."""
+        """Returns the memory of a linked column, `(n_rows, *shape)`."""
         rows = self._separate.get(name)
         if rows is None:
             rows = self._separate[name] = self._rows_of(name)
@@ -118,7 +124,10 @@ class LinkedColumns(Columns):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns; of linked columns only what is not stored through their sources."""
+        """Bytes of all columns.
+
+        Of linked columns only values that are not stored through their sources count.
+        """
         total = super().nbytes
         for name, link in self.links.items():
             n_shared = self.n_rows - int(link.is_separate.sum())
@@ -126,7 +135,10 @@ class LinkedColumns(Columns):
         return total
 
     def link(self, name: str, source: str) -> None:
-        """Adds a column like `source`, which must be empty, or empties the linked column of this name."""
+        """Adds a linked column, or empties the one of this name.
+
+        It is like `source`, which must be empty.
+        """
         spec = self.specs[source]
         waiting = np.zeros((2, self.n_lanes, *spec.shape), spec.dtype)
         steps = np.full((2, self.n_lanes), NONE)
@@ -139,7 +151,7 @@ class LinkedColumns(Columns):
         self.layout += 1
 
     def unlink(self, name: str) -> None:
-        """Has a column store its own rows; all of them must be written anew."""
+        """Makes a column store its own rows, which must be written anew."""
         self.layout += 1
         del self.links[name]
         self._map_one(name)
@@ -152,13 +164,19 @@ class LinkedColumns(Columns):
         return other
 
     def copy_to(self, backing: Backing) -> Callable[[], None]:
-        """See `Columns.copy_to`; raises StateError if a column is linked."""
+        """Copies the columns; raises StateError if one is linked.
+
+        See `Columns.copy_to`.
+        """
         if self.links:
             raise StateError("a store with linked columns cannot be shared")
         return super().copy_to(backing)
 
     def resize(self, capacity: int) -> None:
-        """See `Columns.resize`; no lane may have wrapped."""
+        """Changes the number of rows per lane; no lane may have wrapped.
+
+        See `Columns.resize`.
+        """
         held = {name: self.link_arrays(name) for name in self.links}
         super().resize(capacity)
         for name, arrays in held.items():
@@ -168,7 +186,9 @@ class LinkedColumns(Columns):
     def write_links(
         self, block: Mapping[str, Any], lanes: slice | np.ndarray, n_timesteps: int, lengths: np.ndarray | None = None
     ) -> None:
-        """Writes the linked columns of the T rows from each head on, before the heads are raised.
+        """Writes the linked columns of T rows from each head on.
+
+        It comes before the heads are raised.
 
         Args:
             block: name -> (n, T, ...); linked columns and sources that it lacks become zero.
@@ -187,14 +207,20 @@ class LinkedColumns(Columns):
                 self._write_link(name, lanes[part], values[part, :n], following[part, :n])
 
     def _find_values(self, block: Mapping[str, Any], name: str, lanes: np.ndarray, n_timesteps: int) -> np.ndarray:
-        """The values (n, T, *shape) of a column in a block; zeros if there are none."""
+        """Returns the values (n, T, *shape) of a column in a block.
+
+        Zeros if there are none.
+        """
         if name in block:
             return np.asarray(block[name])
         spec = self.specs[name]
         return np.broadcast_to(np.zeros((), spec.dtype), (len(lanes), n_timesteps, *spec.shape))
 
     def _write_link(self, name: str, lanes: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
-        """Writes values (n, T, *shape), of which the source holds `following`, of the same shape."""
+        """Writes values (n, T, *shape) of a linked column.
+
+        The source holds `following`, of the same shape.
+        """
         link, head, n_more = self.links[name], self.ring.head[lanes], values.shape[1] - 1
         if n_more < 0:
             return
@@ -211,7 +237,7 @@ class LinkedColumns(Columns):
         link.steps[1 - at, lanes] = head + n_more
 
     def _store(self, name: str, rows: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
-        """Stores values (n, *shape) of rows unless the source holds the same in the following rows."""
+        """Stores values (n, *shape) that differ from the source's following rows."""
         different = _differ(values, following)
         self.links[name].is_separate[rows] = different
         if different.any():
@@ -256,7 +282,7 @@ class LinkedColumns(Columns):
         link, ids = self.links[name], rows.reshape(-1)
         is_separate = link.is_separate[ids]
         n_separate = np.count_nonzero(is_separate)
-        # All from where most are, because a mask makes copies slow.
+        # First all from the place where most are, because a mask makes copies slow.
         if 2 * n_separate <= ids.size:
             [values] = self.gather([link.source], self.shifted(ids, 1))
             if n_separate:
@@ -271,14 +297,20 @@ class LinkedColumns(Columns):
         return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
 
     def _find_newest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these rows (n,) are the newest of their lanes, bool (n,), and their lanes."""
+        """Marks rows (n,) that are the newest of their lanes, bool (n,).
+
+        Also returns their lanes.
+        """
         ring, lanes = self.ring, self.lanes(rows)
         newest = np.where(ring.head > ring.base, self.at_steps(np.arange(self.n_lanes), ring.head - 1), -1)
         is_newest = np.asarray(rows == newest[lanes])
         return is_newest, lanes[is_newest]
 
     def replace(self, name: str, rows: np.ndarray, values: Any) -> None:
-        """See `Columns.replace`; values that were stored through these rows stay as they are."""
+        """Overwrites valid rows; values stored through them stay as they are.
+
+        See `Columns.replace`.
+        """
         if name in self.links:
             self._replace_link(name, rows, values)
             return
@@ -296,11 +328,11 @@ class LinkedColumns(Columns):
         link.waiting[link.find_newest(self.ring.head, lanes), lanes] = values[newest]
 
     def link_arrays(self, name: str) -> dict[str, np.ndarray]:
-        """The arrays that a file holds of a linked column.
+        """Returns the arrays of a linked column for a file.
 
         Returns:
             `at`: int64 (n, 2), the lanes and slots of the values that are stored separately. `values`: (n, *shape).
-            `newest`: (n_lanes, *shape), those of the newest rows.
+            `newest`: (n_lanes, *shape), the values of the newest rows.
         """
         link, every = self.links[name], np.arange(self.n_lanes)
         rows = np.flatnonzero(link.is_separate)
@@ -309,7 +341,7 @@ class LinkedColumns(Columns):
         return {"at": at, "values": self._separate_rows(name)[rows], "newest": newest}
 
     def restore_link(self, name: str, arrays: Mapping[str, np.ndarray], values: Values, head: np.ndarray) -> None:
-        """Restores a linked column from what `link_arrays` returned.
+        """Restores a linked column from the result of `link_arrays`.
 
         Args:
             name: of the column.
@@ -331,7 +363,7 @@ class LinkedColumns(Columns):
 def check_link(
     name: str, arrays: Mapping[str, np.ndarray], values: tuple[Any, tuple[int, ...]], spec: Spec, shape: tuple[int, int]
 ) -> None:
-    """Checks that `LinkedColumns.link_arrays` can have returned these.
+    """Checks that arrays can be a result of `LinkedColumns.link_arrays`.
 
     Args:
         name: of the linked column.
@@ -341,7 +373,7 @@ def check_link(
         shape: lanes, and rows of each.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: they cannot.
     """
     at, newest = arrays["at"], arrays["newest"]
     fit = at.shape[1:] == (2,) and newest.shape == (shape[0], *spec.shape)
@@ -361,7 +393,7 @@ def fill_unlinked(
     n_slots: int,
     counters: np.ndarray,
 ) -> None:
-    """Fills a column that is linked in a file, in a store in which it is not.
+    """Fills a column that is linked only in the file.
 
     Args:
         columns: of the store, in which the rows of `source` have been restored.
@@ -391,7 +423,10 @@ def fill_unlinked(
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Which rows differ in any bit, bool (n,): NaN is equal to itself, and 0.0 not to -0.0."""
+    """Marks rows that differ in any bit, bool (n,).
+
+    NaN is equal to itself, and 0.0 not to -0.0.
+    """
     if not a.size:
         return np.zeros(len(a), bool)
     differs: np.ndarray = np.logical_or.reduce(_bits(a) != _bits(b), axis=1)
@@ -399,7 +434,10 @@ def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """The bits of rows (n, *shape), none of which is empty, as numbers (n, k)."""
+    """Views the bits of rows (n, *shape) as numbers (n, k).
+
+    No row may be empty.
+    """
     n_bytes = values.nbytes // len(values)
     bits = BITS[next(width for width in (8, 4, 2, 1) if n_bytes % width == 0)]
     return np.ascontiguousarray(values).reshape(len(values), -1).view(bits)

@@ -1,9 +1,9 @@
-"""Columns of Python objects, one per row, for what is no number.
+"""Columns of Python objects, one per row, for values that are not numbers.
 
 Containers and arrays are copied when they are stored and when they are read: a list that an environment keeps appending
 to is stored as it was at each step. Other objects are kept by reference.
 
-Converts objects to JSON and back, for files: plain values of Python, and arrays of numbers.
+Objects are converted to JSON and back for files: plain values of Python, and arrays of numbers.
 
     None, bool, int, float, str        unchanged
     [...]                              a list
@@ -58,7 +58,10 @@ class ObjectBlock:
 
 
 def private(value: Any) -> Any:
-    """Copies a container or an array, and all those in it; returns other objects unchanged."""
+    """Copies a container or an array; returns other objects unchanged.
+
+    Containers and arrays inside it are copied, too.
+    """
     kind = type(value)
     if kind in IMMUTABLE:
         return value
@@ -76,7 +79,7 @@ def private(value: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is a tensor of torch, without importing torch."""
+    """Whether a value is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -94,7 +97,10 @@ def private_rows(values: np.ndarray) -> np.ndarray:
 
 
 def as_object(value: Any) -> Any:
-    """Converts a value of an info: tensors to arrays, numpy's scalars and arrays without axes to Python's numbers."""
+    """Converts a value of an info to plain Python or numpy.
+
+    Tensors become arrays; numpy's scalars and arrays without axes become Python's numbers.
+    """
     if _is_tensor(value) or (hasattr(value, "__array__") and hasattr(value, "ndim")):
         value = _host(value)
     if isinstance(value, np.ndarray) and not value.ndim:
@@ -106,7 +112,10 @@ def as_object(value: Any) -> Any:
 
 
 def _host(value: Any) -> Any:
-    """Converts an array of any library to numpy; returns it unchanged if numpy lacks its dtype."""
+    """Converts an array of any library to numpy.
+
+    It is returned unchanged if numpy lacks its dtype.
+    """
     try:
         if _is_tensor(value):
             value = value.detach().cpu()
@@ -127,7 +136,10 @@ def objects_of(values: Iterable[Any]) -> np.ndarray:
 
 
 def objects_in(values: Any, n_lead: int) -> np.ndarray:
-    """Splits an array by its first `n_lead` axes into an array of objects of that shape."""
+    """Splits an array by its first `n_lead` axes.
+
+    Returns an array of objects of the shape of these axes.
+    """
     values = _host(values)
     lead = values.shape[:n_lead]
     flat = values.reshape(int(np.prod(lead)), *values.shape[n_lead:])
@@ -137,7 +149,7 @@ def objects_in(values: Any, n_lead: int) -> np.ndarray:
 
 
 def _is_python(dtype: np.dtype) -> bool:
-    """Whether Python has such values."""
+    """Whether Python has values of this dtype."""
     return dtype.kind in "biufcUS" and (dtype.kind in "US" or dtype.itemsize <= (16 if dtype.kind == "c" else 8))
 
 
@@ -209,7 +221,7 @@ def _plain_array(array: np.ndarray) -> dict[str, Any]:
 
 
 def nbytes_of(text: np.ndarray) -> int:
-    """The most bytes that the values of a text take in memory."""
+    """Returns the most bytes that a text's values take in memory."""
     return int(text.size + PER_VALUE * np.isin(text, np.frombuffer(b",[{", np.uint8)).sum())
 
 

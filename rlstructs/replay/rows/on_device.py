@@ -1,7 +1,7 @@
-"""Columns that are torch tensors on a device, where rows are written and drawn without passing through the host.
+"""Columns that are torch tensors on a device.
 
-The stream of the device orders writes and draws of several threads. Threads with streams of their own must synchronise
-themselves.
+Rows are written and drawn without passing through the host. The stream of the device orders writes and draws of several
+threads. Threads with streams of their own must synchronise themselves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class TensorColumns(Columns):
         super().__init__(n_lanes, capacity, order)
 
     def available_bytes(self) -> int | None:
-        """Free bytes of the device, including those that torch has reserved but does not use."""
+        """Returns the free bytes of the device.
+
+        They include bytes that torch has reserved but does not use.
+        """
         if self.device.type != "cuda":
             return super().available_bytes()
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -65,7 +68,7 @@ class TensorColumns(Columns):
         raise StateError(f"the rows lie on {self.device} and cannot be moved; make the memory with device='cpu'")
 
     def gather(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
-        """Some rows of some columns, new tensors `(*rows.shape, *shape)`."""
+        """Gathers rows of some columns, new tensors `(*rows.shape, *shape)`."""
         index = self._moved(rows.reshape(-1))
         found = [self.flat[name].index_select(0, index) for name in names]
         return found if rows.ndim == 1 else [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
@@ -80,7 +83,10 @@ class TensorColumns(Columns):
         return array
 
     def slots_to_file(self, name: str, n: int) -> Any:
-        """See `Columns.slots_to_file`; the column is copied to the host when numpy asks for an array."""
+        """Returns the first n slots of every lane; see `Columns.slots_to_file`.
+
+        The column is copied to the host when numpy asks for an array.
+        """
         return OnDemand(super().slots_to_file(name, n), self.specs[name].dtype)
 
     def put_rows(self, name: str, rows: Any, values: Any) -> None:
@@ -90,13 +96,13 @@ class TensorColumns(Columns):
         self.cells[name][self._index(lanes), slots] = values
 
     def own(self, value: Any, spec: Spec) -> torch.Tensor | None:
-        """Returns a tensor on this device that has the dtype of such a column; otherwise None."""
+        """Returns a tensor of this device and the column's dtype, else None."""
         if isinstance(value, torch.Tensor) and value.device == self.device and value.dtype is _named(spec):
             return value.detach()
         return None
 
     def converted(self, name: str, values: Any, spec: Spec) -> torch.Tensor:
-        """See `Columns.converted`; a tensor on this device."""
+        """Converts values to a tensor on this device; see `Columns.converted`."""
         stored = STORED.get(_named(spec), _named(spec))
         if isinstance(values, torch.Tensor):
             if values.dtype in (stored, _named(spec)):
@@ -145,7 +151,9 @@ class TensorColumns(Columns):
 
 
 class OnDemand:
-    """A tensor on a device that is copied to the host whenever numpy asks for an array.
+    """A tensor on a device, copied to the host on demand.
+
+    It is copied whenever numpy asks for an array.
 
     Args:
         tensor: the tensor.
@@ -167,5 +175,5 @@ class OnDemand:
 
 
 def _named(spec: Spec) -> torch.dtype:
-    """The dtype in torch of a column of this spec."""
+    """Returns torch's dtype for a column of this spec."""
     return torch.bfloat16 if spec.is_bfloat16 else cast("torch.dtype", getattr(torch, spec.dtype.name))

@@ -1,6 +1,7 @@
-"""Records: small columns side by side, so that a draw reads a row in one place.
+"""Records: small columns side by side in memory.
 
-A column alone in memory costs a draw a cache miss for each row; a record costs one or two for all of its columns.
+A draw reads a row of all of them in one place. A column alone in memory costs a draw a cache miss for each row; a
+record costs one or two for all of its columns.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import numpy as np
 from rlstructs.replay.rows.backing import Block
 from rlstructs.replay.rows.spec import Spec
 
-# Columns with rows of so many bytes have memory of their own: a draw of one of them reads what it needs and no more.
+# Columns with rows of so many bytes have memory of their own: a draw of one of them reads only its own bytes.
 # Linked columns, whose rows are at least as long, are never in a record.
 LARGE = 256
 # The most bytes of a record, and the most padding in it, as a share of its columns.
 MOST, MOST_PADDING = 1024, 0.1
-# Bytes from which on records pay. What is smaller stays in a core's caches, where a draw takes columns alone
-# twice as quickly; and it is often read as a whole, for which these are best.
+# Bytes from which on records pay. Smaller columns stay in a core's caches, where a draw from separate columns is twice
+# as quick; and they are often read as a whole, for which separate columns are best.
 LEAST_RECORDS = 1 << 25
-# The same for so many lanes whose rows for one step follow one another: records cost their writes what draws gain.
+# The same for stores of so many lanes whose rows for one step lie together: their writes lose what draws gain.
 MANY_LANES = 1024
 # The most records that are taken at once, so that they are still in a core's cache when columns are cut from them.
 AT_ONCE = 2048
@@ -30,7 +31,10 @@ LONGEST = 8
 
 
 def group_columns(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
-    """Finds out which columns to store together: two or more, longer numbers first, so that all are aligned."""
+    """Finds groups of two or more columns to store together.
+
+    Longer numbers come first in a group, so that all are aligned.
+    """
     small = [name for name, spec in specs.items() if _is_small(spec)]
     small.sort(key=lambda name: -specs[name].dtype.itemsize)
     groups = []
@@ -42,7 +46,10 @@ def group_columns(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
 
 
 def _count_fitting(specs: Sequence[Spec]) -> int:
-    """The number of columns, from the first on, that one record takes without wasting too much memory."""
+    """Counts the columns, from the first on, that fit one record.
+
+    They must not waste too much memory.
+    """
     best, n_bytes, longest = 1, 0, specs[0].dtype.itemsize
     for n, spec in enumerate(specs, 1):
         n_bytes += spec.nbytes
@@ -58,12 +65,18 @@ def _is_small(spec: Spec) -> bool:
 
 
 def row_dtype(spec: Spec) -> np.dtype:
-    """The dtype of a row as one item: that of its number, or of a piece of memory."""
+    """Returns the dtype of a row as one item.
+
+    It is the dtype of its number, or of a piece of memory.
+    """
     return spec.dtype if spec.nbytes == spec.dtype.itemsize else np.dtype((np.void, spec.nbytes))
 
 
 def width_of(specs: Collection[Spec]) -> int:
-    """Bytes of a record of these columns, filled up so that the numbers of all rows are aligned."""
+    """Returns the bytes of a record of these columns.
+
+    They are filled up so that the numbers of all rows are aligned.
+    """
     longest = max(spec.dtype.itemsize for spec in specs)
     return -(-sum(spec.nbytes for spec in specs) // longest) * longest
 
@@ -72,7 +85,7 @@ class Record:
     """The memory of some columns.
 
     Args:
-        specs: name -> spec, as of `group_columns`.
+        specs: name -> spec, a group of `group_columns`.
         n_rows: number of rows.
         allocate: allocates so many zeroed bytes.
 
@@ -96,24 +109,33 @@ class Record:
         self._spare: list[_Taken] = []
 
     def bytes(self) -> np.ndarray:
-        """uint8 (n_rows * width,), the memory itself."""
+        """Returns the memory itself, uint8 (n_rows * width,)."""
         return self._bytes
 
     def rows_of(self, name: str) -> np.ndarray:
-        """A view of a column, `(n_rows, *shape)`, never contiguous: numpy's `take` would copy all of it."""
+        """Views a column, `(n_rows, *shape)`, never contiguous.
+
+        numpy's `take` would copy all of it.
+        """
         spec = self.specs[name]
         strides = (self.width, *np.empty(spec.shape, spec.dtype).strides)
         return np.ndarray((self.n_rows, *spec.shape), spec.dtype, self._bytes, self.offsets[name], strides)
 
     def items_of(self, name: str) -> np.ndarray:
-        """A view of a column, `(n_rows,)`, whose rows are numbers, or pieces of memory: numpy indexes it quickly."""
+        """Views a column, `(n_rows,)`, as one item per row.
+
+        An item is a number, or a piece of memory; numpy indexes them quickly.
+        """
         return self._items_in(self._bytes, self.n_rows, name)
 
     def _items_in(self, memory: np.ndarray, n: int, name: str) -> np.ndarray:
         return np.ndarray((n,), row_dtype(self.specs[name]), memory, self.offsets[name], (self.width,))
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[np.ndarray]:
-        """Copies of rows (n,) of some columns, `(n,)` each, of the dtypes of `items_of`."""
+        """Copies rows (n,) of some columns, `(n,)` each.
+
+        They have the dtypes of `items_of`.
+        """
         n = rows.size
         try:
             spare = self._spare.pop()
@@ -138,7 +160,7 @@ class Record:
         return found
 
     def moved(self, allocate: Callable[[int], Block]) -> Record:
-        """A copy in other memory."""
+        """Copies the record to other memory."""
         copy = Record(self.specs, self.n_rows, allocate)
         copy._bytes[...] = self._bytes
         return copy
@@ -152,7 +174,9 @@ class Record:
 
 
 class _Taken:
-    """Private memory for records, and views of their columns: making these takes longer than copying them.
+    """Private memory for records, and views of their columns.
+
+    Making these takes longer than copying records.
 
     Args:
         record: whose columns.
@@ -166,7 +190,9 @@ class _Taken:
 
 
 class Gathering:
-    """The plan to gather some columns; kept, because it depends on their names alone.
+    """The plan to gather some columns.
+
+    It is kept, because it depends on their names alone.
 
     Args:
         names: of the columns.
@@ -177,7 +203,7 @@ class Gathering:
     def __init__(self, names: tuple[str, ...], flat: Mapping[str, np.ndarray], records: Mapping[str, Record]) -> None:
         self._n = len(names)
         self._own = [(at, flat[name]) for at, name in enumerate(names) if name not in records]
-        # Record; and place in the result, and dtype of a row of each column; and the column if there is one alone.
+        # The record; the place in the result and the row's dtype of each column; and the column if it is the only one.
         self._records: list[tuple[Record, list[str], list[tuple[int, np.dtype]], np.ndarray | None]] = []
         for record in {id(records[name]): records[name] for name in names if name in records}.values():
             inside = [(at, name) for at, name in enumerate(names) if records.get(name) is record]
@@ -186,7 +212,7 @@ class Gathering:
             self._records.append((record, [name for _, name in inside], wanted, alone))
 
     def __call__(self, rows: np.ndarray) -> list[Any]:
-        """Copies of rows, `(*rows.shape, *shape)` each, contiguous."""
+        """Copies rows, `(*rows.shape, *shape)` each, contiguous."""
         if not rows.ndim:
             return [values[0] for values in self(rows.reshape(1))]
         # mode="clip" skips numpy's check of the indices; row ids are in range.
@@ -203,7 +229,10 @@ class Gathering:
 
 
 def as_items(value: Any, dtype: np.dtype) -> np.ndarray | None:
-    """Rows (n, ...) as n numbers, or pieces of memory, which numpy stores far more quickly; None if not."""
+    """Views rows (n, ...) as n items; None if that is impossible.
+
+    An item is a number, or a piece of memory; numpy stores these far more quickly.
+    """
     if type(value) is not np.ndarray or not (value.ndim and value.flags.c_contiguous and dtype.itemsize):
         return None
     items = value.reshape(-1)

@@ -47,7 +47,10 @@ class Spec:
 
     @property
     def unwritten(self) -> Any:
-        """The value of unwritten rows: `fill`, or NaN for floats and zero for others; poison in debug mode."""
+        """The value of unwritten rows.
+
+        It is `fill`, or NaN for floats and zero for others; in debug mode poison.
+        """
         if self.fill is not None or self.is_object:
             return self.fill
         return self.poison if is_on() or self.is_bfloat16 or self.dtype.kind in "fc" else 0
@@ -61,7 +64,9 @@ class Spec:
 
 
 def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | None:
-    """Returns a dtype that holds old and new values; None if no dtype of numbers does.
+    """Returns a dtype that holds old and new values.
+
+    None if no dtype of numbers does.
 
     Args:
         old: the values of a column.
@@ -76,7 +81,7 @@ def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | Non
 
 
 def _candidates(dtype: np.dtype, new: np.dtype) -> Iterator[np.dtype]:
-    """Dtypes to try: the old one, then others from the narrowest on."""
+    """Yields dtypes to try: the old one, then others, the narrowest first."""
     here, there = RANKS[dtype.kind], RANKS[new.kind]
     if there < here or (there == here and (here < 2 or new.itemsize <= dtype.itemsize)):
         yield dtype

@@ -1,7 +1,7 @@
-"""Writes one row to each of some lanes by a plan: what such a row takes is found out once, and kept.
+"""The fast path of writes: one row per lane, by a kept plan.
 
-`StepWriter` does what `Storage.write` does for T = 1. Each column is looked at once: what comes in its dtype and shape
-is stored as it is, all else is converted first. Lanes that are in step are written as one block.
+`StepWriter` does what `Storage.write` does for T = 1. A plan has the dtype and shape of each column: values that match
+are stored as they are, all others are converted first. Lanes that are in step are written as one block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlstructs.replay.rows.records import as_items
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import ALL, Storage
 
-# What no array has: bits of bfloat16 are always converted, and objects copied.
+# A dtype that no array has: bits of bfloat16 are always converted, and objects copied.
 BITS, NONE = np.dtype((np.void, 2)), np.dtype(np.void)
 # In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
 ROW, KEPT = -1, object()
@@ -41,7 +41,7 @@ class _Column(NamedTuple):
     """A column of a plan.
 
     Attributes:
-        shape: of what is written to it, with an axis for lanes unless the plan is of `ROW`.
+        shape: of the values written to it, with an axis for lanes unless the plan is of `ROW`.
         unwritten: its value where it is omitted.
         limits: Python type -> the range of such numbers that are written as they are.
     """
@@ -55,7 +55,10 @@ class _Column(NamedTuple):
 
 
 def has_mark(value: ndarray) -> bool:
-    """Whether a number is not zero; counting bytes is quicker for few of them, but -0.0 has one that is not 0."""
+    """Whether an array holds a number that is not zero.
+
+    Counting bytes is quicker for few of them, but not for floats: -0.0 has a byte that is not 0.
+    """
     is_quick = value.nbytes <= MANY and value.dtype.kind != "f"
     return value.tobytes().count(0) != value.nbytes if is_quick else bool(count_nonzero(value))
 
@@ -78,7 +81,7 @@ class StepWriter:
         self._layout: tuple[Any, ...] = ()  # of the columns that the plans are for
         self._step = InStep(storage.ring)
         self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns
-        self._detaches = False  # whether tensors with a gradient were given: it takes long to find out otherwise
+        self._detaches = False  # whether tensors with a gradient have been given; asking each tensor takes long
         self.done: ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,7 +92,7 @@ class StepWriter:
         self.__init__(**state)  # type: ignore[misc]
 
     def forget(self) -> None:
-        """Forgets what it knows of the store, to which another writes from now on."""
+        """Forgets the state of the store, because another writer changes it."""
         self._version = -1
 
     def write(
@@ -103,7 +106,9 @@ class StepWriter:
         fills: bool = False,
         live: Collection[str] = (),
     ) -> Mapping[str, Any] | None:
-        """Appends rows to lanes and returns the arrays given; returns None if `Storage.write` has to do it.
+        """Appends rows to lanes and returns the arrays given.
+
+        None if `Storage.write` has to do it.
 
         Args:
             tensors: name -> `(n, ...)`, a row for each lane.
@@ -113,7 +118,7 @@ class StepWriter:
                 of one lane.
             is_row: whether these are plain numbers and arrays without an axis for lanes, of a single lane.
             fills: whether columns may be omitted, and become unwritten, and names without a column are skipped.
-            live: columns that keep what they hold where they are omitted.
+            live: columns whose rows keep their values where they are omitted.
         """
         storage = self._storage
         if self._version != storage.version:
@@ -146,7 +151,10 @@ class StepWriter:
     def _take(
         self, plan: list[_Column], given: Mapping[str, Any], convert: Convert | None, fills: bool, live: Collection[str]
     ) -> tuple[list[Any] | None, list[Any]]:
-        """Converts a row: the value of each column, or `KEPT`; and the marks of ends that are not all zero."""
+        """Converts a row to a value for each column, or `KEPT`.
+
+        Also returns the marks of ends that are not all zero.
+        """
         values: list[Any] = []
         ended: list[Any] = []
         n_missing, detaches = 0, self._detaches and convert is not None
@@ -188,7 +196,7 @@ class StepWriter:
         return all(type(values[at]) is type(values[source]) is ndarray for _, at, source in self._linked)
 
     def _convert(self, name: str, value: Any, shape: tuple[int, ...], convert: Convert) -> Any:
-        """Converts a value of a column to this shape; None if it cannot be."""
+        """Converts a value of a column to this shape; None if impossible."""
         columns, spec = self._storage.columns, self._storage.columns.specs[name]
         is_row = len(shape) == len(spec.shape)
         if is_row:
@@ -205,7 +213,10 @@ class StepWriter:
         return value[0] if is_row else value
 
     def _write_block(self, places: list[ndarray], values: list[Any]) -> None:
-        """Writes to slots of `places`, those of all lanes, which are in step."""
+        """Writes to slots of `places`, which are those of all lanes.
+
+        All lanes are in step.
+        """
         head = self._step.head
         assert head is not None
         slot, following = head % self._capacity, head + 1
@@ -232,7 +243,10 @@ class StepWriter:
             self._seen.fill(following)
 
     def _write_rows(self, values: list[Any], lanes: Any, n_timesteps: int) -> None:
-        """Writes to some lanes, to lanes that are not in step, or several rows to the only lane."""
+        """Writes rows to some lanes, or several rows to the only lane.
+
+        The lanes need not be in step.
+        """
         heads, columns = self._heads[lanes], self._storage.columns
         rows: Any = self._step.find_block(lanes, n_timesteps, columns)
         is_block = rows is not None
@@ -270,7 +284,10 @@ class StepWriter:
         self._step.advance(lanes, n_timesteps, is_block)
 
     def _mark_ends(self, lanes: Any) -> Any:
-        """The lanes whose episodes end with the rows being written, which get their lengths; None if none does."""
+        """Returns the lanes whose episodes end with the rows being written.
+
+        These rows get the lengths of their episodes. None if no episode ends.
+        """
         if self.done is None:
             return None
         is_every = lanes is ALL and count_nonzero(self.done) == self._n_lanes
@@ -279,7 +296,10 @@ class StepWriter:
         return ends
 
     def _end(self, lanes: Any, heads: Any) -> None:
-        """Ends the episodes of these lanes, which end with the rows that follow these heads."""
+        """Ends the episodes of these lanes.
+
+        Their last rows follow these heads.
+        """
         episodes = self._storage.episodes
         assert episodes is not None
         totals = self._open_times[lanes].copy()
@@ -289,7 +309,10 @@ class StepWriter:
         self._open_pairs[lanes] = 0
 
     def end_episodes(self, lanes: slice | ndarray = ALL, longest: int = 1) -> None:
-        """Ends the unfinished episodes of these lanes that have at least `longest` steps, at their newest rows."""
+        """Ends unfinished episodes of these lanes at their newest rows.
+
+        Only episodes of at least `longest` steps are ended.
+        """
         storage = self._storage
         with storage.lock:
             if self._version != storage.version or not storage.is_private:
@@ -303,7 +326,10 @@ class StepWriter:
                 self._n_changes, self._version = int(storage.counters.notes[EPISODE_CHANGES]), storage.version
 
     def _knows(self, lanes: slice | ndarray | None) -> bool:
-        """Whether the open episodes of these lanes are as this writer left them; if not, looks at the store again."""
+        """Whether this writer can write to these lanes by its plan.
+
+        It looks at the store again if their open episodes are not as it left them.
+        """
         some: Any = ALL if lanes is None else lanes
         is_changed = self._notes[EPISODE_CHANGES] != self._n_changes
         if is_changed or self._heads[some].tobytes() != self._seen[some].tobytes():
@@ -320,7 +346,7 @@ class StepWriter:
         return self._step
 
     def _prepare(self) -> None:
-        """Finds out what is needed to write to the store as it is now."""
+        """Looks at the store, to be able to write to it."""
         storage, columns = self._storage, self._storage.columns
         with storage.lock:
             storage.hand_over_to(self)
@@ -339,7 +365,7 @@ class StepWriter:
             self._step = InStep(ring)
 
     def _find_columns(self) -> None:
-        """Finds out where the columns are."""
+        """Finds the memory of the columns."""
         storage, columns = self._storage, self._storage.columns
         ring, self._n_lanes, self._capacity = storage.ring, columns.n_lanes, columns.capacity
         self._reserved, self._heads, self._plans = ring.reserved, ring.head, {}
@@ -363,7 +389,7 @@ class StepWriter:
             self._one_step: ndarray = one.view(np.int64)[:, 0]
 
     def _make_plan(self, n: int) -> list[_Column]:
-        """The columns of n rows."""
+        """Makes the plan for n rows: the columns."""
         columns, lead = self._storage.columns, () if n == ROW else (n,)
         plan = []
         for name in [*columns.flat, *columns.links] if columns.on_host else ():

@@ -1,7 +1,7 @@
-"""A store: columns, the ring that says which rows are there, and the episodes in them.
+"""A store: columns, the ring of valid rows, and their episodes.
 
     write:   check the whole block -> reserve -> scatter -> episodes -> publish
-    sample:  look at the counters -> draw anchors -> expand -> gather -> look again, redraw what fell out
+    sample:  look at the counters -> draw anchors -> expand -> gather -> look again, redraw overwritten samples
 
 Several processes may each write lanes of their own while others read, without a lock. Threads of one
 process take turns at writing.
@@ -32,16 +32,16 @@ from rlstructs.replay.rows.spec import Spec
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 
-# A reader that loses this often against the writers reads from a ring too small to be read at all.
+# A reader whose rows are overwritten this often reads from a ring that is too small to be read at all.
 MAX_REDRAWS = 100
 A = TypeVar("A", list[Any], dict[str, Any])
 
 
 class QuickWriter(Protocol):
-    """Writes to a store of which it remembers the heads, such as a `StepWriter`."""
+    """A writer that remembers the heads of a store, such as a `StepWriter`."""
 
     def forget(self) -> None:
-        """Looks at the store again before the next write."""
+        """Makes the writer look at the store again before its next write."""
 
 
 class Storage(CopiedWhole):
@@ -92,15 +92,18 @@ class Storage(CopiedWhole):
         renew_lock_after_fork(self)
 
     def show(self, counters: np.ndarray | None, settle: Callable[[], None] | None = None) -> None:
-        """Has this process read by other counters, and refuse to write; None ends that.
+        """Pins the counters this process reads by, and refuses writes.
 
-        `settle` waits until no other process writes.
+        None unpins them. `settle` waits until no other process writes.
         """
         self.counters.show(counters, settle)
         self._map()
 
     def take_back(self, shown: np.ndarray) -> None:
-        """Drops what other processes have written after what this one shows by these counters; they must have ended."""
+        """Drops the rows that others have written after the pinned counters.
+
+        These processes must have ended. Does nothing if other counters than `shown` are pinned.
+        """
         if self.counters.shown is not shown:
             return
         self.counters.take_back()
@@ -160,7 +163,7 @@ class Storage(CopiedWhole):
 
         Args:
             columns: of the same capacity, or of another if the store is empty.
-            episodes: new ones for another capacity; None to keep those that there are.
+            episodes: new ones for another capacity; None to keep the existing ones.
         """
         with self.lock:
             self.note_rewrite()
@@ -175,7 +178,7 @@ class Storage(CopiedWhole):
         Args:
             counters: int64 (3, n_lanes).
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
-            following: int64 (n_lanes,), what `Continuity.following` returned.
+            following: int64 (n_lanes,), the result of `Continuity.following`.
         """
         with self.lock:
             self._note_change(of_episodes=True)
@@ -188,12 +191,18 @@ class Storage(CopiedWhole):
             self.note_rewrite()
 
     def note_rewrite(self) -> None:
-        """Counts a change of rows that are there; those that are appended raise the counters."""
+        """Counts a change of existing rows.
+
+        Appended rows raise the counters instead.
+        """
         self.version += 1
         self.counters.notes[REWRITES] += 1
 
     def hand_over_to(self, writer: QuickWriter) -> None:
-        """Has another quick writer forget the store, of which this one remembers the heads from now on."""
+        """Makes another quick writer forget the store.
+
+        This one remembers the heads from now on.
+        """
         before = self._quick_writer
         if before is not None and (other := before()) is not None and other is not writer:
             other.forget()
@@ -219,7 +228,7 @@ class Storage(CopiedWhole):
 
         Args:
             lanes: the lanes.
-            n_steps: int (n,), how many steps they have, 0 for those that have ended; None if that is unknown.
+            n_steps: int (n,), the steps of the episodes, 0 for lanes whose episode has ended; None if that is unknown.
         """
         with self.lock:
             n_steps = self.track_episodes().open_lengths(lanes) if n_steps is None else n_steps
@@ -237,7 +246,9 @@ class Storage(CopiedWhole):
         self, block: Mapping[str, Any], lanes: slice | np.ndarray = ALL, *, lengths: np.ndarray | None = None,
         done: np.ndarray | None = None, starts: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Appends up to T rows to each of n lanes; if T exceeds the capacity, the last rows remain.
+        """Appends up to T rows to each of n lanes.
+
+        If T exceeds the capacity, the last rows remain.
 
         Args:
             block: name -> (n, T, ...), at least one; rows of the other columns become unwritten.
@@ -291,10 +302,10 @@ class Storage(CopiedWhole):
         ring.publish(lanes, count)
 
     def gather(self, names: Sequence[str], rows: np.ndarray) -> list[Any]:
-        """Copies of some rows of some columns, `(*rows.shape, *shape)` each."""
+        """Copies rows of some columns, `(*rows.shape, *shape)` each."""
         if not self.columns.links:
             return self.columns.gather(names, rows)
-        with self.lock:  # a write moves values that wait for their following row
+        with self.lock:  # a write moves the waiting values of linked columns
             return cast(LinkedColumns, self.columns).gather_linked(names, rows)
 
     def put(self, block: Mapping[str, Any], rows: np.ndarray) -> None:
@@ -315,9 +326,9 @@ class Storage(CopiedWhole):
                 self.columns.replace(name, rows, values)
 
     def grow(self, capacity: int) -> None:
-        """Raises the capacity per lane. No lane may have wrapped; row ids stay the same in a store of one lane.
+        """Increases the capacity per lane; no lane may have wrapped.
 
-        The capacity of an empty store may also be lowered.
+        Row ids stay the same in a store of one lane. The capacity of an empty store may also be lowered.
 
         Raises:
             StateError: the store is shared with other processes, or its rows would not fit.
@@ -353,7 +364,10 @@ class Storage(CopiedWhole):
                 columns.put_rows(name, rows, columns.value(name, columns.specs[name].poison))
 
     def view(self, length: int = 1) -> View:
-        """The rows that can be drawn now: valid ones with at least `length - 1` rows after them."""
+        """Returns the rows that can be drawn now.
+
+        These are valid rows with at least `length - 1` rows after them.
+        """
         last = self._view
         if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
             last = self._view = View(self.ring, self._ids, length, self.episodes)
@@ -393,11 +407,13 @@ class Storage(CopiedWhole):
         read: Callable[[View, np.ndarray], A],
         find_first: Callable[[View, np.ndarray], np.ndarray] = lambda view, rows: rows,
     ) -> A:
-        """Reads rows by their ids, none torn: threads of this process wait, and rows of other writers are read again.
+        """Reads rows by their ids, none of them torn.
+
+        Threads of this process wait, and rows that other processes overwrite are read again.
 
         Args:
             rows: int64 (n,).
-            read: reads some of them, given the counters now; a list or dict of arrays whose first axis is theirs.
+            read: reads some of them, given the present counters; a list or dict of arrays with their first axis.
             find_first: finds the earliest row that is read for each.
 
         Raises:
@@ -423,12 +439,15 @@ class Storage(CopiedWhole):
         raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
 
     def is_current(self, view: View) -> bool:
-        """Whether nothing was written since, so that rows that were read before this call are whole."""
+        """Whether nothing was written since, so that earlier reads are whole."""
         keep_order()
         return self.ring.counters.tobytes() == view.snapshot
 
     def find_overwritten(self, picked: Selection) -> np.ndarray | None:
-        """Which samples lack rows that have been overwritten since, bool (B,); None if none does."""
+        """Marks samples with rows that have been overwritten since, bool (B,).
+
+        None if there are none.
+        """
         if self.is_current(picked.view):
             return None
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest

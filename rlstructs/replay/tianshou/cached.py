@@ -81,7 +81,7 @@ class JoinedTable(Table):
         return super()._look()
 
     def follow_main(self) -> None:
-        """Gives both the same columns, after the main buffer was changed on its own."""
+        """Gives both the same columns, after the main buffer was changed alone."""
         main, own = self.main.storage.columns, self.storage.columns
         if self._unified != (main.layout, own.layout):
             unify(self.main.storage, self.storage)
@@ -123,7 +123,10 @@ class JoinedTable(Table):
 
 
 def unify(main: Storage, own: Storage) -> None:
-    """Gives both stores the same columns, those of infos of one dtype, after the main one was changed on its own."""
+    """Gives both stores the same columns, with one dtype for infos.
+
+    The main one may have been changed on its own.
+    """
     for storage, others in ((main, own.columns.specs), (own, main.columns.specs)):
         specs = storage.columns.specs
         nested = {name: [key for key in specs if key.startswith(f"{name}/")] for name in others}
@@ -149,7 +152,7 @@ class CachedIntake(TransitionIntake):
 
     Args:
         table: the rows of both.
-        owner, options: as of `TransitionIntake`.
+        owner, options: see `TransitionIntake`.
         main: the intake of the main buffer.
     """
 
@@ -238,7 +241,7 @@ class CachedIntake(TransitionIntake):
             block = {name: values[None] for name, values in zip(names, self.storage.gather(names, at), strict=True)}
             done = np.zeros((1, at.size), bool)
             done[0, ends - 1] = True
-            # Of an episode that is longer than the main buffer the last rows stay.
+            # If an episode is longer than the main buffer, its last rows stay.
             kept = np.minimum(counts, main.columns.capacity)
             first, last = (main.columns.at_steps(0, main.ring.head[0] + ends - n) for n in (kept, 1))
             main.write(block, done=done, starts=(rows.prev(at) == at)[None])
@@ -317,10 +320,11 @@ class CachedEditor(Editor):
 
 @set_module("rlstructs.replay")
 class CachedReplayBuffer(VectorReplayBuffer):
-    """A `ReplayBuffer` of complete episodes only, each in one piece, and a cache for each of several environments.
+    """A `ReplayBuffer` of complete episodes, with a cache for each environment.
 
-    Rows are added to the caches. The row that ends an episode moves all of it to the main buffer. Row ids count from
-    the main buffer to the caches. Samples are of all rows. It is for one thread: episodes move.
+    An episode of the main buffer lies in one piece. Rows are added to the caches. The row that ends an episode moves
+    all of it to the main buffer. Row ids count from the main buffer to the caches. Samples are of all rows. It is for
+    one thread: episodes move.
 
     Args:
         main_buffer: a plain `ReplayBuffer`, which keeps its rows; of size 0 to drop complete episodes.

@@ -64,7 +64,7 @@ class Editor:
         return placed
 
     def _rows_of_other(self, other: Table, at: np.ndarray) -> dict[str, Any]:
-        """Rows of another buffer as rows of this one, (1, n, ...)."""
+        """Converts rows of another buffer to rows of this one, (1, n, ...)."""
         keeps_next = any(top(name) == OBS_NEXT for name in self.table.columns)
         names = [name for name in other.specs if name in other.columns or keeps_next]
         names = [name for name in names if top(name) not in self.intake.ignored]
@@ -111,7 +111,10 @@ class Editor:
         return all(np.array_equal(host_array(name, values[part]), column[part], equal_nan=True) for part in parts)
 
     def set_stand_in(self, name: str, value: Any) -> bool:
-        """Takes values in place of the rewards of several agents, if they have another shape; returns whether."""
+        """Takes values in place of the rewards of several agents.
+
+        Only values of another shape are taken; returns whether they were.
+        """
         table, spec = self.table, self.table.columns.get(name)
         if name != REW or spec is None or not spec.shape:
             return False
@@ -138,7 +141,10 @@ class Editor:
         self.replace(rows, at, default_value, some=index is not None)
 
     def replace(self, rows: Mapping[str, Any], at: np.ndarray, default: Any = None, some: bool = False) -> None:
-        """Puts values into columns, new ones too; `some` says that there are other rows, which get the default."""
+        """Puts values into columns, new ones too.
+
+        `some` says that there are other rows, which get the default in new columns.
+        """
         intake, specs = self.intake, self.table.columns
         if all(name in specs and name not in FLAGS and not is_info(name) for name in rows):  # only values change
             self._put_all(intake.place(rows, specs, 1)[0], at)
@@ -174,7 +180,7 @@ class Editor:
         self.table.storage.put({name: values}, at)
 
     def _default(self, name: str, spec: Spec, default: Any) -> Any:
-        """The value of a new column in rows for which none is given."""
+        """Returns the value of a new column in the other rows."""
         if spec.is_object:
             return default
         if default is None and not (spec.dtype.kind in "fc" or spec.is_bfloat16):
@@ -191,7 +197,10 @@ class Editor:
             self.table.storage.columns.put_rows(name, slice(None), value)
 
     def prepare_rebuild(self) -> Callable[[], None]:
-        """Returns a function that finds episodes again once flags have changed; those cut without one stay cut."""
+        """Returns a function that finds episodes again after flags have changed.
+
+        Episodes that were cut without a flag stay cut.
+        """
         storage = self.table.storage
         cells, lead = storage.columns.cells, (self.table.n_lanes, -1)
         cut = storage.track_episodes().end().reshape(lead) & ~(cells[FLAGS[0]] | cells[FLAGS[1]])
@@ -205,7 +214,7 @@ class Editor:
     # NaN
 
     def find_nulls(self) -> dict[str, np.ndarray]:
-        """Marks NaN in the rows, in order: name of each column -> bool (n, *shape)."""
+        """Marks NaN in the rows: name -> bool (n, *shape), in order."""
         with self.table.storage.lock:
             rows = self.table.rows()
             others = {name: np.zeros((rows.total, *spec.shape), bool) for name, spec in self.table.columns.items()}
@@ -217,7 +226,10 @@ class Editor:
             return any(null.any() for _, null in self._nulls(self.table.rows(), self.table.gather))
 
     def _nulls(self, rows: AnyView, gather: Gather) -> Iterator[tuple[str, np.ndarray]]:
-        """The name of each column of floats, and where its rows, in order, are NaN: bool (n, *shape)."""
+        """Yields each column of floats, and marks of its NaN.
+
+        The marks are bool (n, *shape), of its rows in order.
+        """
         at = rows.every_row()
         for name, spec in self.table.columns.items():
             if spec.dtype.kind not in "fc" and not spec.is_bfloat16:
@@ -233,7 +245,7 @@ class Editor:
         """Drops the rows that hold NaN; see `ReplayBuffer.dropnull`.
 
         Returns:
-            The row ids that the others had before, in order, int64; None if there are no rows to drop.
+            The former row ids of the other rows, in order, int64; None if there are no rows to drop.
         """
         rows, storage, n_lanes = self.table.own_rows(), self.table.storage, self.table.n_lanes
         at = rows.every_row()
@@ -258,18 +270,18 @@ class Editor:
 
 
 def _padded(valid: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values (n, ...) where `valid` (lanes, T) says so, zeros elsewhere."""
+    """Keeps values (n, ...) where `valid` (lanes, T) is true; zeros elsewhere."""
     block = np.zeros((*valid.shape, *values.shape[1:]), values.dtype)
     block[valid] = values
     return block
 
 
 class StoredColumns(ArrayDict):
-    """The columns of a buffer by name, read-only arrays; a value that is set under a name is stored.
+    """The columns of a buffer by name, read-only arrays.
 
-    But where each reward has several values, for several agents, rewards of another shape, as one agent has, only stand
-    in for them, in `rew` and in rows that are read by index, until rewards that fit are set. Samples, files and added
-    rows use the stored ones.
+    A value that is set under a name is stored. But if each reward has several values, for several agents, rewards of
+    another shape, as for one agent, only stand in for them: in `rew` and in rows that are read by index, until rewards
+    that fit are set. Samples, files and added rows use the stored ones.
     """
 
     __slots__ = ("_editor", "_set_column")

@@ -1,4 +1,4 @@
-"""Buffers that relabel samples: goals that were reached later take the place of those that were wanted."""
+"""Buffers that relabel samples with goals that were reached later."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HindsightReader(Reader):
 
     Args:
         plain: the reader of the buffer so far.
-        compute_reward_fn, horizon, future_k: as of `HERReplayBuffer`; may be set.
+        compute_reward_fn, horizon, future_k: see `HERReplayBuffer`; may be set.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -87,10 +87,13 @@ class HindsightReader(Reader):
         return arrays
 
     def _futures(self, rows: View, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these rows are relabelled, bool (n,), and the rows whose achieved goals they get, int64 (n,)."""
+        """Marks rows to be relabelled, bool (n,), and chooses their goals.
+
+        Also returns the rows whose achieved goals they get, int64 (n,).
+        """
         (_, group), rng = np.unique(rows.episodes_of(at), return_inverse=True), self.stream.generator
         n_groups = int(group.max()) + 1
-        # The mean is the share wanted, even of a single episode.
+        # The expected share is exact, even for a single episode.
         n_chosen = int(n_groups * (1 - 1 / self.future_k) + rng.random())
         chosen = np.zeros(n_groups, bool)
         chosen[rng.choice(n_groups, n_chosen, replace=False)] = True
@@ -100,14 +103,14 @@ class HindsightReader(Reader):
         return chosen[group], sources[group]
 
     def _achieved(self, rows: View, at: np.ndarray) -> np.ndarray:
-        """The goals that are achieved after these rows, (n, ...)."""
+        """Returns the goals that are achieved after these rows, (n, ...)."""
         name = f"{OBS_NEXT}/{ACHIEVED}"
         table, sources = self.table, sources_of((name,), tuple(self.table.columns))
         values = read_sources(rows, table.gather, table.columns, sources, at, reading_of())[name]
         return from_bits(values) if self.table.specs[name].is_bfloat16 else np.asarray(values)
 
     def _rewards_of(self, rows: View, at: np.ndarray, goals: np.ndarray) -> np.ndarray:
-        """The rewards of these rows for these goals, as stored in their column."""
+        """Computes the rewards of these rows for these goals, in stored form."""
         n_step, gamma = self.options.n_step, self.options.gamma
         window, inside = rows.run(at, n_step)
         achieved = self._achieved(rows, window.reshape(-1))
@@ -124,19 +127,21 @@ class HindsightReader(Reader):
 
 @set_module("rlstructs.replay")
 class HERReplayBuffer(ReplayBuffer):
-    """A `ReplayBuffer` whose samples are relabelled: Andrychowicz et al., Hindsight Experience Replay (2017).
+    """A `ReplayBuffer` whose samples get new goals (hindsight experience replay).
 
-    `obs` holds `achieved_goal` and `desired_goal`, of one shape. Of the episodes in a sample, a share of
-    1 - 1 / future_k gets a new goal: one achieved after a step from its last drawn row on, at most `horizon` - 1 steps
-    later. All drawn rows of the episode then have this goal, in `obs` and `obs_next`, and rewards that fit it, those of
-    an n-step sum too. `terminated` stays. Stored rows never change: indexing and `get` return them as they were added.
+    Andrychowicz et al., Hindsight Experience Replay (2017).
+
+    `obs` holds `achieved_goal` and `desired_goal`, of one shape. In a sample, a share of 1 - 1 / future_k of the
+    episodes gets a new goal: one achieved by a step from the episode's last drawn row on, at most `horizon` - 1 steps
+    later. All drawn rows of the episode then have this goal in `obs` and `obs_next`, and rewards for it, also in n-step
+    sums. `terminated` stays. Stored rows never change: indexing and `get` return them as they were added.
 
     Args:
         size: number of rows.
         compute_reward_fn: from achieved goals after n steps and desired goals, (n, ...) each, to n rewards.
         horizon: most steps of an episode.
         future_k: number of relabelled episodes for each other one, plus one; at least 1.
-        settings: as of `ReplayBuffer`.
+        settings: see `ReplayBuffer`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -176,7 +181,10 @@ class HERReplayBuffer(ReplayBuffer):
 
     @property
     def future_p(self) -> float:
-        """The share of episodes that are relabelled; may be set at any time, and `future_k` with it."""
+        """The share of episodes that are relabelled.
+
+        It may be set at any time; `future_k` changes with it.
+        """
         return 1 - 1 / self.future_k
 
     @future_p.setter
@@ -203,9 +211,9 @@ class HERVectorReplayBuffer(VectorReplayBuffer, HERReplayBuffer):
     """A `HERReplayBuffer` of several environments, each in a ring of its own.
 
     Args:
-        total_size, buffer_num: as of `VectorReplayBuffer`.
-        compute_reward_fn, horizon, future_k: as of `HERReplayBuffer`.
-        settings: as of `ReplayBuffer`.
+        total_size, buffer_num: see `VectorReplayBuffer`.
+        compute_reward_fn, horizon, future_k: see `HERReplayBuffer`.
+        settings: see `ReplayBuffer`.
 
     Example:
         >>> def distance(achieved, desired):

@@ -37,7 +37,9 @@ class MalformedBufferError(StateError):
 
 
 class TransitionIntake(Intake):
-    """Writes transitions; columns of infos change their dtype where an info needs it, others keep theirs.
+    """Writes transitions to the columns of a buffer.
+
+    Columns of infos change their dtype if an info needs it; others keep theirs.
 
     Args:
         table: the rows of the buffer.
@@ -46,7 +48,7 @@ class TransitionIntake(Intake):
 
     Attributes:
         ignored: keys that are not stored.
-        beside: keys that a batch has besides those of the rows.
+        beside: computed keys of a batch, which rows do not have.
         check_shapes: raises if observations of these shapes do not fit, name -> shape of a row; None for no check.
         running: the running episodes.
     """
@@ -70,7 +72,10 @@ class TransitionIntake(Intake):
             return self._add_converted(batch, buffer_ids) if added is None else added
 
     def _find_lanes(self, buffer_ids: Any) -> Any:
-        """The lanes of these ids, int64 (n,); None for all in order, False if `_choose_lanes` has to find them."""
+        """Finds the lanes of these ids, int64 (n,).
+
+        None for all in order, False if `_choose_lanes` has to find them.
+        """
         if buffer_ids is None:
             return None
         if type(buffer_ids) is np.ndarray:
@@ -88,7 +93,10 @@ class TransitionIntake(Intake):
         return np.array(buffer_ids) if is_plain else False
 
     def add_quickly(self, batch: Any, buffer_ids: Any) -> Added | None:
-        """Adds one row to each of some lanes by a plan; otherwise changes nothing and returns None."""
+        """Adds one row to each of some lanes by a plan.
+
+        If that is impossible, it changes nothing and returns None.
+        """
         lanes = self._find_lanes(buffer_ids)
         if lanes is False or not self.table.lane_size or not is_mapping(batch):
             return None
@@ -116,7 +124,10 @@ class TransitionIntake(Intake):
         return self.settle(self.running.add(some, heads, rewards, done), some, done)
 
     def _may_lack(self, batch: Any, flat: Mapping[str, Any]) -> bool:
-        """Whether rows of these names may omit the other columns. An empty info may be one that has changed."""
+        """Whether rows with these names may omit the other columns.
+
+        False for an empty info, which may be one that has changed.
+        """
         specs = self.specs
         if self.options.missing_keys != FILL or not flat.keys() <= specs.keys():
             return False
@@ -165,7 +176,10 @@ class TransitionIntake(Intake):
             raise StateError("a buffer of size 0 takes no rows")
 
     def _choose_lanes(self, buffer_ids: Any) -> tuple[np.ndarray, int]:
-        """The lanes, int64 (n,), and the number of axes that a batch has for them."""
+        """Chooses the lanes, int64 (n,).
+
+        Also returns the number of axes that a batch has for them.
+        """
         is_stacked, n_lanes = self.table.is_stacked, self.table.n_lanes
         if buffer_ids is None:
             return np.arange(n_lanes), int(is_stacked)
@@ -180,14 +194,20 @@ class TransitionIntake(Intake):
         return lanes, 1
 
     def has_room(self, lanes: Any, heads: np.ndarray) -> bool:
-        """Whether these lanes, whose heads these are, surely have room for one more row of their episodes."""
+        """Whether there is surely room for one more row per episode.
+
+        `heads` are the heads of these lanes.
+        """
         return True
 
     def check_room(self, lanes: np.ndarray, done: np.ndarray) -> None:
-        """Raises MalformedBufferError if a lane has no room for one more row of its episode."""
+        """Checks the room for one more row of each lane's episode.
+
+        Raises MalformedBufferError if a lane has none.
+        """
 
     def write_rows(self, block: Mapping[str, Any], lanes: np.ndarray, rewards: np.ndarray, done: np.ndarray) -> Added:
-        """Writes converted rows `(n, 1, ...)`, those of a repeated lane in order."""
+        """Writes converted rows `(n, 1, ...)`; a repeated lane gets them in order."""
         self.running.shape(rewards.shape[1:])
         counts = np.empty((3, len(lanes)), np.int64)
         added = counts[0], np.empty(rewards.shape), counts[1], counts[2]
@@ -201,11 +221,14 @@ class TransitionIntake(Intake):
         return added
 
     def split(self, lanes: np.ndarray) -> Iterable[Any]:
-        """Parts of a batch, each without a repeated lane."""
+        """Yields parts of a batch, each without a repeated lane."""
         return rounds(lanes)
 
     def settle(self, added: Added, lanes: slice | np.ndarray, done: np.ndarray | None) -> Added:
-        """Returns the result of `add` for rows of some lanes, after they were written; `done` as of `Running.add`."""
+        """Returns the result of `add` after rows were written.
+
+        They were written to these lanes; for `done` see `Running.add`.
+        """
         return added
 
     # Columns
@@ -232,7 +255,7 @@ class TransitionIntake(Intake):
         return plan_columns(rows, self.storage.columns.specs, self.read_held, n_lead)
 
     def read_held(self, name: str) -> np.ndarray:
-        """The numbers in the valid rows of a column."""
+        """Returns the numbers in the valid rows of a column."""
         return held_values(self.storage, name, self.specs[name])
 
     def adopt(self, plan: Plan) -> None:
@@ -292,7 +315,10 @@ class TransitionIntake(Intake):
     # All rows
 
     def fill(self, rows: Mapping[str, Any]) -> None:
-        """Writes rows (maxsize, ...) to an empty buffer, the first of each lane its oldest."""
+        """Writes rows (maxsize, ...) to an empty buffer.
+
+        The first row of each lane is its oldest.
+        """
         lead = self.table.n_lanes, self.table.lane_size
         block = {name: values.reshape(*lead, *values.shape[1:]) for name, values in rows.items()}
         self.write(block, unknown="grow", missing="fill")
@@ -320,7 +346,7 @@ class TransitionIntake(Intake):
     # Files
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The returns and lengths of running episodes, for a file."""
+        """Returns the returns and lengths of running episodes, for a file."""
         if not self.storage.is_private:  # other processes may have written
             self.recount()
         return self.running.arrays()
@@ -334,7 +360,7 @@ class TransitionIntake(Intake):
             self.check_shapes({name: spec.shape for name, spec in specs.items()})
 
     def restorer(self, arrays: Mapping[str, np.ndarray], claims: Claims) -> Callable[[], None]:
-        """Checks what `Running.arrays` gave and returns a function that restores it.
+        """Checks a result of `Running.arrays`; returns a function that restores it.
 
         Raises:
             ValueError, KeyError: it does not fit.
@@ -357,13 +383,16 @@ class TransitionIntake(Intake):
 
 @lru_cache
 def _kept_names(names: tuple[str, ...], ignored: frozenset[str]) -> tuple[str, ...] | None:
-    """The names that are stored; None for all of them."""
+    """Returns the names that are stored; None for all of them."""
     kept = tuple(name for name in names if top(name) not in ignored)
     return None if len(kept) == len(names) else kept
 
 
 def _take_last(flat: Mapping[str, Any], n_axes: int) -> dict[str, Any] | None:
-    """Takes the last of each stack of observations; None if one is no stack."""
+    """Takes the last of each stack of observations.
+
+    None if one of them is not a stack.
+    """
     rows = dict(flat)
     for name, value in flat.items():
         if top(name) in (OBS, OBS_NEXT):

@@ -16,9 +16,9 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.intake import ERROR, FILL, GROW
 
-# The settings that tianshou has as well, in the order in which its `options` has them.
+# The settings that tianshou has as well, in the order of its `options`.
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
-# The arguments of all buffers, of which programs may misspell one.
+# The arguments of all buffers; programs may misspell one.
 ARGUMENTS = (
     "size",
     *THEIRS,
@@ -117,18 +117,20 @@ class Options:
 
 @lru_cache
 def reading_of(n_step: int = 1, gamma: float = 0.99, stack_num: int = 1) -> Reading:
-    """The reading with these settings."""
+    """Returns the reading with these settings."""
     return Reading(n_step, gamma, stack_num)
 
 
 def check_lane_size(size: Any) -> int:
-    """Checks the number of rows of a lane; 0 is a placeholder."""
+    """Checks the number of rows of a lane; 0 means a placeholder."""
     is_zero = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == 0
     return 0 if is_zero else check_size("size", size)
 
 
 def forward(part: str, name: str, doc: str, check: Callable[[str, Any], Any] | None = None) -> Any:
-    """Makes a property of a buffer that reads and sets an attribute of one of its parts.
+    """Makes a property for an attribute of one of a buffer's parts.
+
+    It reads and sets the attribute.
 
     Args:
         part: attribute of the buffer that holds the part.
@@ -144,7 +146,10 @@ def forward(part: str, name: str, doc: str, check: Callable[[str, Any], Any] | N
 
 
 def hint_of(name: str, why: str = "has it") -> str:
-    """Which class has an argument or attribute of this name; "" if none has."""
+    """Says which class has an argument or attribute of this name.
+
+    "" if none has.
+    """
     for system, owner, names in OTHERS:
         if name in names:
             return f"; {system}'s ReplayBuffer, which {why}, is rlstructs.replay.{owner}"
@@ -152,12 +157,14 @@ def hint_of(name: str, why: str = "has it") -> str:
 
 
 def check_arguments(owner: str, size: Any, stack_num: Any, unknown: Mapping[str, Any]) -> None:
-    """Raises TypeError if arguments are missing, misspelt, or of another class, which it names.
+    """Raises TypeError if arguments are missing, misspelt, or another class's.
+
+    The message names that class.
 
     Args:
         owner: the public class, for messages.
         size, stack_num: as they were given; None for no size.
-        unknown: arguments that this buffer does not have; as in tianshou, others than those are ignored.
+        unknown: arguments that this buffer does not have. As in tianshou, they are ignored otherwise.
     """
     for name in unknown:
         close = [] if name in ARGUMENTS else difflib.get_close_matches(name, ARGUMENTS, 1, 0.8)

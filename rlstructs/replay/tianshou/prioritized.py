@@ -27,11 +27,11 @@ WEIGHT = "weight"
 
 
 class PrioritizedReader(Reader):
-    """Draws in proportion to priorities, and adds the importance weights that follow from them.
+    """Draws in proportion to priorities, and adds importance weights.
 
     Args:
         plain: the reader of the buffer so far.
-        alpha, beta, weight_norm: as of `PrioritizedReplayBuffer`.
+        alpha, beta, weight_norm: see `PrioritizedReplayBuffer`.
 
     Raises:
         TypeError, SpecError: an exponent is invalid.
@@ -46,7 +46,7 @@ class PrioritizedReader(Reader):
         self.priorities = Priorities(self.table.storage.columns.n_rows, self.table.n_lanes, self.alpha)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that a plain buffer lacks."""
+        """Returns the settings that a plain buffer lacks."""
         return {"alpha": self.alpha, "beta": self.beta, "weight_norm": self.weight_norm}
 
     @property
@@ -69,14 +69,20 @@ class PrioritizedReader(Reader):
         return {WEIGHT: importance_weights(leaves, smallest, self.beta)}
 
     def read_leaves(self, at: Any) -> np.ndarray:
-        """The priorities of rows to the power of alpha, float64, copies; new rows get theirs first."""
+        """Copies the priorities of rows to the power of alpha, float64.
+
+        New rows get their priorities first.
+        """
         with self.priorities.lock:
             self.priorities.follow(self.table.own_rows())
             leaves = self.priorities.tree.values[at]
             return leaves.copy() if isinstance(at, slice) else np.asarray(leaves)
 
     def get_weight(self, index: Any) -> Any:
-        """The weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
+        """Computes the weights of rows, divided by the buffer's largest.
+
+        They are float64, of the shape of `index`.
+        """
         rows = self.table.locate(index)
         with self.priorities.lock:
             return (self.read_leaves(rows) / self.priorities.tree.minimum) ** -self.beta
@@ -102,18 +108,20 @@ class PrioritizedReader(Reader):
 
 @set_module("rlstructs.replay")
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A `ReplayBuffer` that draws in proportion to priorities: Schaul et al., Prioritized Experience Replay (2016).
+    """A `ReplayBuffer` that draws in proportion to priorities.
+
+    Schaul et al., Prioritized Experience Replay (2016).
 
     P(i) = p_i^alpha / sum of p_k^alpha; a draw of n takes one row from each n-th of the sum, in the order of row ids. A
-    new row has the largest priority that was ever given, at first 1. Batches have a key `weight`, float32:
-    (N P(i))^-beta over the largest of them.
+    new row has the largest priority that was ever given, at first 1. Batches have a key `weight`, float32: the
+    importance weight (N P(i))^-beta over the largest of them.
 
     Args:
         size: number of rows.
         alpha: exponent of priorities, above 0.
         beta: exponent of weights, at least 0.
-        weight_norm: whether weights are divided by the largest of the batch, or by that of the buffer.
-        settings: as of `ReplayBuffer`.
+        weight_norm: whether weights are divided by the largest of the batch; if not, by the largest of the buffer.
+        settings: see `ReplayBuffer`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -162,14 +170,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     @property
     def weight(self) -> np.ndarray:
-        """The priorities of all rows to the power of alpha, float64 (maxsize,), 0 in empty rows; a copy."""
+        """The priorities of all rows to the power of alpha, a copy.
+
+        It is float64 (maxsize,), 0 in empty rows.
+        """
         return self._reader.read_leaves(slice(0, self.maxsize))
 
     def update_weight(self, index: Any, new_weight: Any) -> None:
-        """Sets priorities to |new_weight| and a little more; of equal rows the last counts.
+        """Sets priorities to |new_weight| and a little more.
 
-        Priorities of rows that were overwritten since they were drawn are dropped. Rows that were added since the last
-        draw, and all rows together, are meant as they are now.
+        If a row is repeated, its last priority counts. Priorities of rows that were overwritten since they were drawn
+        are dropped. Ids of rows that were added since the last draw, and ids of all rows together, refer to the rows
+        stored now.
 
         Args:
             index: int (n,), row ids.
@@ -181,7 +193,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._reader.update_weight(index, new_weight)
 
     def get_weight(self, index: Any) -> Any:
-        """The importance weights of rows, over the largest in the buffer, float64 of the shape of `index`."""
+        """Computes the importance weights of rows.
+
+        They are divided by the largest in the buffer, float64 of the shape of `index`.
+        """
         return self._reader.get_weight(index)
 
     def reset(self, keep_statistics: bool = False) -> None:
@@ -225,9 +240,9 @@ class PrioritizedVectorReplayBuffer(VectorReplayBuffer, PrioritizedReplayBuffer)
     """A `PrioritizedReplayBuffer` of several environments, each in a ring of its own.
 
     Args:
-        total_size, buffer_num: as of `VectorReplayBuffer`.
-        alpha, beta, weight_norm: as of `PrioritizedReplayBuffer`.
-        settings: as of `ReplayBuffer`.
+        total_size, buffer_num: see `VectorReplayBuffer`.
+        alpha, beta, weight_norm: see `PrioritizedReplayBuffer`.
+        settings: see `ReplayBuffer`.
 
     Example:
         >>> buffer = PrioritizedVectorReplayBuffer(10, 2, alpha=0.6, beta=0.4)

@@ -99,7 +99,10 @@ class Reader:
         return self.export.with_objects(inside, {name[start:]: specs[name] for name in names})
 
     def _read_at(self, sources: Sources, at: np.ndarray, reading: Reading) -> dict[str, Any]:
-        """Reads keys, with the values that stand in for rewards; no row is torn by a writer."""
+        """Reads keys; no row is torn by a writer.
+
+        Values that stand in for rewards are read, too.
+        """
         table, rows, stand_in = self.table, self.table.rows(), self.table.stand_in
         if table.is_joined or table.storage.is_private:  # one thread alone uses it, or others wait for the lock
             arrays = read_sources(rows, table.gather, table.columns, sources, at, reading)
@@ -117,13 +120,16 @@ class Reader:
         return arrays
 
     def step(self, index: Any, move: Callable[[AnyView, np.ndarray], np.ndarray]) -> Any:
-        """The rows to which `move` leads from those of an index, int64 of the same shape."""
+        """Applies `move` to the rows of an index.
+
+        The result is int64 of the same shape.
+        """
         with self.table.storage.lock:
             at = self.table.locate(index)
             return move(self.table.rows(), at.reshape(-1)).reshape(at.shape)[()]
 
     def list_between(self, start: int, stop: int) -> np.ndarray:
-        """The rows between two of a lane; see `ReplayBuffer.get_buffer_indices`."""
+        """Lists the rows between two of a lane; see `ReplayBuffer.get_buffer_indices`."""
         start, stop = operator.index(start), operator.index(stop)
         low, high = self.table.lane_around(start)
         if not low <= stop <= high:
@@ -147,7 +153,10 @@ class Reader:
         return self._draw_batch(*self._selector(checked_size(batch_size)))
 
     def sample_by(self, buffer: Indexed, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
-        """Has a user's buffer draw rows, and reads them; `by_index` says to read by its own method, too."""
+        """Lets a user's buffer draw rows, and reads them.
+
+        `by_index` says to read by its own `__getitem__`.
+        """
         index = buffer.sample_indices(batch_size)
         if not by_index and np.ndim(index) == 1:
             return self._draw_batch(*self._selector_of(buffer, index))
@@ -170,7 +179,10 @@ class Reader:
         return pick(n).at.copy()
 
     def _selector(self, size: int | None) -> tuple[int, Callable[[int], Pick]]:
-        """The number of rows to draw, and a function that draws a given number."""
+        """Returns the number of rows to draw, and a function for draws.
+
+        The function draws a given number of rows.
+        """
         rows = self.table.rows()
         if size is not None and size > 0 and rows.total:
             return size, self.pick
@@ -187,7 +199,10 @@ class Reader:
         return at.size, self._pick_first(self.table.rows(), at, draw_again)
 
     def _pick_first(self, rows: AnyView, at: np.ndarray, again: Callable[[int], Pick]) -> Callable[[int], Pick]:
-        """Returns a function that picks these rows, and draws those again that were overwritten meanwhile."""
+        """Returns a function that picks these rows first.
+
+        It draws those again that were overwritten meanwhile.
+        """
         waiting = [at]
         return lambda count: self.remember(Pick(rows, waiting.pop(), {})) if waiting else again(count)
 
@@ -207,7 +222,7 @@ class Reader:
         return at if fits is None else at[fits(at)]
 
     def fits(self, rows: AnyView) -> Fits | None:
-        """Returns a function that says which rows may be drawn; None for all."""
+        """Returns a function that marks rows to draw from; None for all."""
         before = self.options.stack_num - 1
         return (lambda at: rows.depths(at) >= before) if self.options.sample_avail and before else None
 
@@ -217,11 +232,13 @@ class Reader:
         return self.remember(Pick(rows, *self.picker.pick(rows, n, self.stream.generator, self.fits(rows), WANTED)))
 
     def remember(self, pick: Pick) -> Pick:
-        """Notes what was drawn, and returns it."""
+        """Records a draw, and returns it."""
         return pick
 
     def draw(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
-        """Draws and reads; draws again the rows that another thread overwrites meanwhile.
+        """Draws and reads rows.
+
+        Rows that another thread overwrites meanwhile are drawn again.
 
         Returns:
             The rows of the stacks, (n, stack_num), more values of each, and name -> array (n, ...).
@@ -242,19 +259,22 @@ class Reader:
         return picked.rows, picked.fields, arrays
 
     def find_frames(self, rows: AnyView, at: np.ndarray) -> np.ndarray:
-        """The rows of the stacks of some rows, (n, stack_num)."""
+        """Returns the rows of the stacks of some rows, (n, stack_num)."""
         stack_num = self.options.stack_num
         return at[:, None] if stack_num == 1 else rows.frames(at, stack_num)
 
     def read(self, rows: AnyView, frames: np.ndarray) -> dict[str, Any]:
-        """Reads a sample of the rows whose stacks are these."""
+        """Reads a sample of the rows with these stacks."""
         options, table = self.options, self.table
         reading = reading_of(options.n_step, options.gamma, options.stack_num)
         stacks = frames if reading.stack_num > 1 else None
         return read_sources(rows, table.gather, table.columns, table.sources, frames[:, -1], reading, stacks)
 
     def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
-        """The keys of a batch that are not stored; `fields` has the values of each row from when it was drawn."""
+        """Computes the keys of a batch that are not stored.
+
+        `fields` has the values of each row from when it was drawn.
+        """
         return {}
 
     def _hand_over(self, arrays: Mapping[str, Any]) -> Any:

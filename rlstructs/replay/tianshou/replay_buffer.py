@@ -38,7 +38,7 @@ HDF5 = ".h5"
 
 @set_module("rlstructs.replay")
 class ReplayBuffer(Buffer):
-    """The newest `size` transitions of one environment, and which episodes they belong to.
+    """The newest `size` transitions of one environment, with their episodes.
 
     Each key of a transition is a column; the first row gives it its dtype and shape. Nested keys are joined with `/`.
     A row id is the slot of a row, in [0, size). Reads return copies. One thread may write while others `sample`.
@@ -137,7 +137,9 @@ class ReplayBuffer(Buffer):
         obs_next: Any = None,
         **settings: Any,
     ) -> Self:
-        """A full buffer of rows in order, copied: arrays, nested mappings of them, or datasets of HDF5.
+        """Makes a full buffer of rows in order, copied.
+
+        The arguments are arrays, nested mappings of arrays, or datasets of HDF5.
 
         Args:
             obs, act, rew, terminated, truncated: (n, ...).
@@ -187,12 +189,18 @@ class ReplayBuffer(Buffer):
 
     @property
     def last_index(self) -> np.ndarray:
-        """The newest row of each lane, int64 (n_lanes,); the first slot of an empty lane."""
+        """The newest row of each lane, int64 (n_lanes,).
+
+        For an empty lane it is the first slot.
+        """
         return self._table.rows().newest()
 
     @property
     def subbuffer_edges(self) -> np.ndarray:
-        """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
+        """The first row id of each lane, int64 (n_lanes + 1,).
+
+        The last number is the end of the last lane.
+        """
         return self._table.edges
 
     def __repr__(self) -> str:
@@ -235,15 +243,18 @@ class ReplayBuffer(Buffer):
         return self._editor.append(buffer._editor)
 
     def reset(self, keep_statistics: bool = False) -> None:
-        """Drops every row; `keep_statistics` continues the returns and lengths of unfinished episodes."""
+        """Drops every row.
+
+        `keep_statistics` continues the returns and lengths of unfinished episodes.
+        """
         self._intake.reset(keep_statistics)
 
     def __getattr__(self, name: str) -> Any:
-        """A whole column, `(maxsize, ...)`, as a read-only array of numpy; nested columns as a dict of arrays.
+        """Returns a whole column, `(maxsize, ...)`, as a read-only numpy array.
 
-        `info` and `policy` are empty dicts if they were never stored. Empty rows hold zeros, or old values. Later
-        writes may change an array: copy it to keep it. A column without bytes of its own, such as next observations
-        that are stored once, is a `LazyColumn`, which gathers the rows that are indexed.
+        Nested columns are a dict of arrays. `info` and `policy` are empty dicts if they were never stored. Empty rows
+        hold zeros, or old values. Later writes may change an array: copy it to keep it. A column without bytes of its
+        own, such as next observations that are stored once, is a `LazyColumn`, which gathers the rows that are indexed.
         """
         table: Table | None = self.__dict__.get("_table")
         found = None
@@ -264,7 +275,9 @@ class ReplayBuffer(Buffer):
         super().__setattr__(name, value)
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows as a batch, private copies; observations, infos and policies in stacks of `stack_num`.
+        """Returns rows as a batch, private copies.
+
+        Observations, infos and policies are stacks of `stack_num`.
 
         Args:
             index: a row id, a list or array of row ids of any shape, a mask over all row ids, or a slice of the
@@ -276,18 +289,21 @@ class ReplayBuffer(Buffer):
         return self._table.read_whole(self._reader.select, index)
 
     def __iter__(self) -> Iterator[Any]:
-        """Each row, in the order of row ids."""
+        """Iterates over the rows, in the order of row ids."""
         # Without it Python would count indexes up to the first empty row: to the end of the first lane.
         return (self[row] for row in np.sort(self._table.rows().every_row()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The buffer as one object: numpy would take it for a sequence otherwise."""
+        """Makes an array of one object: this buffer.
+
+        numpy would take the buffer for a sequence otherwise.
+        """
         whole = np.empty((), object)
         whole[()] = self
         return whole
 
     def get(self, index: Any, key: str, default_value: Any = None, stack_num: int | None = None) -> Any:
-        """One key of some rows, private copies.
+        """Returns one key of some rows, private copies.
 
         Args:
             index: as for indexing.
@@ -303,22 +319,29 @@ class ReplayBuffer(Buffer):
         return self._table.read_whole(self._reader.get, index, key, default_value, stack_num)
 
     def prev(self, index: Any) -> Any:
-        """The row before each in its episode, or the row itself if there is none; int64 of the shape of `index`."""
+        """Returns the previous row of each row's episode.
+
+        It is the row itself if there is none; int64 of the shape of `index`.
+        """
         return self._reader.step(index, lambda rows, at: rows.prev(at))
 
     def next(self, index: Any) -> Any:
-        """The row after each in its episode, or the row itself if there is none; int64 of the shape of `index`."""
+        """Returns the next row of each row's episode.
+
+        It is the row itself if there is none; int64 of the shape of `index`.
+        """
         return self._reader.step(index, lambda rows, at: rows.next(at))
 
     def unfinished_index(self) -> np.ndarray:
-        """The newest rows of unfinished episodes, int64, at most one for each lane."""
+        """Returns the newest rows of unfinished episodes, int64, at most one per lane."""
         with self._storage.lock:
             return self._table.rows().unfinished()
 
     def get_buffer_indices(self, start: int, stop: int) -> np.ndarray:
-        """The rows from `start` to before `stop` in one lane, around its end if `stop` comes first, int64.
+        """Lists the rows `[start, stop)` of one lane, int64.
 
-        `start == stop` is empty, unless one episode fills the lane and begins, or what is left of it, at `start`.
+        They go around the end of the lane if `stop` comes first. `start == stop` is empty, unless one episode fills the
+        lane and begins, or its remaining rows begin, at `start`.
 
         Raises:
             SpecError: they are not in one lane.
@@ -333,13 +356,13 @@ class ReplayBuffer(Buffer):
         `__getitem__`.
 
         Args:
-            batch_size: as of `sample_indices`.
+            batch_size: see `sample_indices`.
 
         Returns:
             A batch, private copies, and its row ids, int64 (n,).
 
         Raises:
-            EmptyBufferError, SpecError: as of `sample_indices`; or a subclass reads by index where that differs.
+            EmptyBufferError, SpecError: see `sample_indices`; or a subclass reads by index where that differs.
         """
         own = type(self)
         by_index = own.__getitem__ is not ReplayBuffer.__getitem__
@@ -348,7 +371,9 @@ class ReplayBuffer(Buffer):
         return self._table.read_whole(self._reader.sample, batch_size)
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
-        """Draws rows; with `sample_avail` only those that have `stack_num - 1` others before them in their episode.
+        """Draws rows.
+
+        With `sample_avail` it draws only rows with `stack_num - 1` others before them in their episode.
 
         Args:
             batch_size: how many, uniformly and with replacement; None for every row once, in random order; 0 for
@@ -364,7 +389,7 @@ class ReplayBuffer(Buffer):
 
     @property
     def _meta(self) -> ArrayDict:
-        """The columns as tianshou calls them, for programs that change them so.
+        """The columns under tianshou's name, for programs that change them.
 
         A value that is set under a name is stored; see `StoredColumns`. Columns that replace all of these include them.
         """
@@ -402,7 +427,7 @@ class ReplayBuffer(Buffer):
         self._editor.set_array(seq, key, index, default_value)
 
     def isnull(self) -> Any:
-        """Marks NaN: a batch of bools, of all rows in order."""
+        """Marks NaN: returns a batch of bools, of all rows in order."""
         return self._export(self._editor.find_nulls(), {})
 
     def hasnull(self) -> bool:
@@ -410,20 +435,27 @@ class ReplayBuffer(Buffer):
         return self._editor.has_nulls()
 
     def dropnull(self) -> None:
-        """Drops the rows that hold NaN; the rows before and after one belong to different episodes then."""
+        """Drops the rows that hold NaN.
+
+        The rows before and after such a row belong to different episodes then.
+        """
         self._editor.drop_nulls()
 
     # Files
 
     def save_hdf5(self, path: str | Path, compression: str | None = None) -> None:
-        """Writes an HDF5 file, atomically; needs the extra `hdf5`. `compression` is "gzip", "lzf" or None."""
+        """Writes an HDF5 file, atomically; needs the extra `hdf5`.
+
+        `compression` is "gzip", "lzf" or None.
+        """
         saving.save(self, Path(path), HDF5, compression)
 
     @classmethod
     def load_hdf5(cls, path: str | Path, device: Any = None) -> Self:
-        """Makes a buffer of a file of `save_hdf5`; the next samples are those that would have followed the save.
+        """Makes a buffer from a file of `save_hdf5`.
 
-        The constructor of a subclass is called if it takes the same arguments. Its own attributes are in no file.
+        The next samples are those that would have followed the save. The constructor of a subclass is called if it
+        takes the same arguments. Its own attributes are in no file.
 
         Raises:
             FileNotFoundError, FileError: there is no such file, or it is damaged, or of another version or class.
@@ -461,7 +493,7 @@ class ReplayBuffer(Buffer):
         return buffer
 
     def _settings(self) -> dict[str, Any]:
-        """The arguments of the constructor that JSON can hold."""
+        """Returns the arguments of the constructor that JSON can hold."""
         return {"size": self._table.lane_size, **vars(self._options)}
 
     def _state(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The episodes that are running, one per lane: their returns and lengths, and where they began."""
+"""The running episodes, one per lane.
+
+They have returns, lengths, and first steps.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 
 from rlstructs.replay.rows.store import Storage
 
-# What `add` returns: row ids, returns, lengths, and the first rows of the episodes.
+# The result of `add`: row ids, returns, lengths, and the first rows of the episodes.
 Added = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -64,7 +67,7 @@ class Running:
             done: bool (n,), which episodes end with it; None for none of them.
 
         Returns:
-            As of `ReplayBuffer.add`.
+            The result of `ReplayBuffer.add`.
         """
         columns, ring = self._storage.columns, self._storage.ring
         if self._first is None:
@@ -84,7 +87,10 @@ class Running:
         return index, ep_returns, ep_lengths, first
 
     def add_one(self, head: int, reward: float, done: bool) -> Added:
-        """Adds to a single lane whose rewards are single numbers, in a third of the time of `add`."""
+        """Adds a row to a single lane with scalar rewards.
+
+        It takes a third of the time of `add`.
+        """
         capacity = self._storage.ring.capacity
         total, length = self.returns.item() + reward, self.lengths.item() + 1
         start = max(self.begins.item(), head + 1 - capacity)
@@ -95,7 +101,9 @@ class Running:
         return np.array([head % capacity]), np.array(ended[:1]), np.array(ended[1:]), np.array([start % capacity])
 
     def add_many(self, lanes: np.ndarray, rewards: np.ndarray, goes_on: np.ndarray) -> None:
-        """Adds many rows at once, which have been written; `find_begins` first.
+        """Adds many rows at once, which have been written.
+
+        Call `find_begins` first.
 
         Args:
             lanes: int64 (n,), of each row, those of a lane in order.
@@ -113,5 +121,5 @@ class Running:
         self.lengths = np.where(goes_on, self.lengths + n_new, open_lengths).astype(np.int64)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of a file."""
+        """Returns the arrays of a file."""
         return {"returns": self.returns, "lengths": self.lengths}

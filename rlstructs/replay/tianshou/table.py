@@ -1,4 +1,7 @@
-"""The rows of a buffer as a table: which rows there are, their keys, and whole columns."""
+"""The rows of a buffer as a table.
+
+A table knows which rows are valid, their keys, and whole columns.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,10 @@ class Table:
 
     Attributes:
         stand_in: values that are read in place of the stored rewards, `(maxsize, ...)`; None for none.
-        views: name -> the memory of a column when it was last read, and what `column` returned.
+        views: name -> the memory of a column when it was last read, and the result of `column`.
     """
 
-    # Whether there are rows of more stores than one.
+    # Whether it spans several stores.
     is_joined = False
 
     def __init__(self, storage: Storage, lane_size: int, is_stacked: bool) -> None:
@@ -83,11 +86,17 @@ class Table:
 
     @property
     def edges(self) -> np.ndarray:
-        """The first row id of each lane, and the end of the last lane, int64 (n_lanes + 1,)."""
+        """The first row id of each lane, int64 (n_lanes + 1,).
+
+        The last number is the end of the last lane.
+        """
         return np.arange(self.n_lanes + 1) * self.lane_size
 
     def lane_around(self, row: int) -> tuple[int, int]:
-        """The first row id of the lane that a row is in, and the end of the lane; (0, -1) if there is no such row."""
+        """Finds the first row id and the end of a row's lane.
+
+        (0, -1) if there is no such row.
+        """
         if not 0 <= row < self.n_lanes * self.lane_size:
             return 0, -1
         low = row // self.lane_size * self.lane_size
@@ -131,7 +140,10 @@ class Table:
         return at
 
     def index_end(self, rows: AnyView) -> int:
-        """The end of the row ids, from which negative ones count. An interrupted write leaves a gap before it."""
+        """Finds the end of the row ids, from which negative ones count.
+
+        An interrupted write leaves a gap before it.
+        """
         if self.is_stacked:
             return self.maxsize
         return rows.total if rows.total in (0, self.maxsize) or rows.newest()[0] == rows.total - 1 else self.maxsize
@@ -145,7 +157,10 @@ class Table:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The specs of the keys of a batch: the columns, and keys that are computed from them."""
+        """The specs of the keys of a batch.
+
+        The keys are the columns, and keys that are computed from them.
+        """
         return self._look().specs
 
     @property
@@ -162,7 +177,10 @@ class Table:
         return keys
 
     def find(self, name: str) -> Any:
-        """Returns what the buffer has as an attribute of this name: a column, or nested columns; None for nothing."""
+        """Finds the buffer's attribute of this name.
+
+        It is a column, or nested columns; None for nothing.
+        """
         columns = self.columns
         if name in columns:
             return self.show(name)
@@ -171,13 +189,13 @@ class Table:
         return ArrayDict() if name in ADDED_EMPTY else None
 
     def show(self, name: str) -> np.ndarray | LazyColumn:
-        """A column, or the values that stand in for it."""
+        """Returns a column, or the values that stand in for it."""
         if name != REW or self.stand_in is None:
             return self.column(name)
         return read_only(from_bits(self.stand_in) if self.columns[REW].is_bfloat16 else self.stand_in.view())
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
-        """A column, `(maxsize, ...)`; a view if it stores its own rows."""
+        """Returns a column, `(maxsize, ...)`; a view if it stores its own rows."""
         if name in self.storage.columns.links:
             return self.gather_lazily(name)
         whole, n = self.storage.columns.flat[name], self.n_lanes * self.lane_size
@@ -194,12 +212,15 @@ class Table:
         return found if self.lane_size else found[:0]
 
     def gather_lazily(self, name: str) -> LazyColumn:
-        """A column, `(maxsize, ...)`, whose rows are gathered when they are indexed."""
+        """Returns a column, `(maxsize, ...)`, whose rows are gathered when indexed."""
         none = self.read_column(name, np.zeros(0, np.int64))
         return LazyColumn((self.maxsize, *none.shape[1:]), none.dtype, functools.partial(self.read_column, name))
 
     def read_column(self, name: str, at: np.ndarray) -> np.ndarray:
-        """The values of a column at row ids (n,), whether or not these hold rows."""
+        """Reads the values of a column at row ids (n,).
+
+        The ids may be of empty rows.
+        """
         spec = self.columns[name]
         if name in self.storage.columns.links:
             with self.storage.lock:
@@ -230,7 +251,9 @@ class Table:
 
 
 class _Ends:
-    """Marks rows that end episodes, by row id; computed again only for the rows that have changed.
+    """Marks of rows that end episodes, by row id.
+
+    They are computed again only for rows that have changed.
 
     Args:
         storage: the store.
@@ -303,9 +326,10 @@ class LazyColumn(GatheredColumn):
 
 
 class ReadOnlyArray(np.ndarray):
-    """An array of numpy; the error of a write names the method that changes rows of a buffer.
+    """A numpy array that cannot be written to.
 
-    Results of computations are plain arrays, and so are its pickles.
+    The error of a write names the method that changes rows of a buffer. Results of computations are plain arrays, and
+    so are its pickles.
     """
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -331,5 +355,5 @@ def _not_writable() -> SpecError:
 def read_only(array: np.ndarray) -> np.ndarray:
     """Makes an array read-only."""
     array.flags.writeable = False
-    # Arrays of objects stay plain: infos are taken apart by the types of their values.
+    # Arrays of objects stay plain: infos are split by the types of their values.
     return array if array.dtype == object else array.view(ReadOnlyArray)

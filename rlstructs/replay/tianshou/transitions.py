@@ -1,4 +1,4 @@
-"""The keys of a transition in tianshou, and how rows that users give become rows of columns.
+"""The keys of a transition in tianshou, and the conversion of rows.
 
     obs, act, rew, terminated, truncated     are required
     done                                     is terminated or truncated; computed when it is read
@@ -30,7 +30,7 @@ OBS, ACT, REW, DONE, OBS_NEXT = "obs", "act", "rew", "done", "obs_next"
 FLAGS = ("terminated", "truncated")
 REQUIRED = (OBS, ACT, REW, *FLAGS)
 RESERVED = (*REQUIRED, DONE, OBS_NEXT, "info", "policy")
-# Keys that may be added without a value, and are empty then.
+# Keys that may be added without a value; they are empty then.
 ADDED_EMPTY = ("info", "policy")
 # Keys that a batch has even if they were never stored.
 MAY_BE_EMPTY = (*ADDED_EMPTY, OBS_NEXT)
@@ -39,15 +39,15 @@ STACKED = (OBS, OBS_NEXT, "info", "policy")
 
 
 def top(name: str) -> str:
-    """The first part of a name: `obs` of `obs/image`."""
+    """Returns the first part of a name: `obs` of `obs/image`."""
     return name.partition("/")[0]
 
 
 class TransitionDict(ArrayDict):
     """An `ArrayDict` with tianshou's keys.
 
-    `info`, `policy` and `obs_next` are there until they are taken out, empty if they were never stored. `keys` are
-    those at the top; iterating gives the names of all arrays, nested ones joined with `/`.
+    It has `info`, `policy` and `obs_next` until they are removed, empty if they were never stored. `keys` are the names
+    at the top; iteration gives the names of all arrays, nested ones joined with `/`.
 
     Example:
         >>> batch = TransitionDict({"obs/x": 1})
@@ -68,7 +68,7 @@ class TransitionDict(ArrayDict):
         vars(self)["_given"] = tuple(each for each in given if each != name)
 
     def _given_empty(self) -> tuple[str, ...]:
-        """The names that are there even if nothing is."""
+        """Returns the names that a batch has even if they are empty."""
         given: tuple[str, ...] = vars(self).get("_given", MAY_BE_EMPTY)
         return given
 
@@ -78,13 +78,16 @@ class TransitionDict(ArrayDict):
         return made
 
     def keys(self) -> Any:
-        """The names at the top, in tianshou's order."""
+        """Returns the names at the top, in tianshou's order."""
         names = dict.fromkeys([*map(top, self), *self._given_empty()])
         return dict.fromkeys([*(name for name in RESERVED if name in names), *names]).keys()
 
 
 def specs_of(columns: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The keys of a batch, in tianshou's order, and their specs: the columns, and keys that are computed from them."""
+    """Returns the specs of a batch's keys, in tianshou's order.
+
+    The keys are the columns, and keys that are computed from them.
+    """
     names = list(columns)
     if names:
         names.append(DONE)
@@ -95,7 +98,7 @@ def specs_of(columns: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def stored_as(name: str, columns: Collection[str]) -> str:
-    """The column from which a key is read."""
+    """Returns the column from which a key is read."""
     if name in columns:
         return name
     return FLAGS[0] if name == DONE else OBS + name[len(OBS_NEXT) :]
@@ -144,11 +147,11 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
         batch: as for `flat_items`; values that are None in every row are left out, except infos.
         owner: caller, for messages.
         ignored: keys that are left out.
-        n_axes: number of axes in front of those of a row: 0 or 1.
+        n_axes: number of axes in front of the axes of a row: 0 or 1.
         only_last: whether to take only the last of each stack of observations.
 
     Returns:
-        Name -> `(n, *shape)`, of the library of the values; flags are bool and rewards floats; infos as of
+        Name -> `(n, *shape)`, of the library of the values; flags are bool and rewards floats; for infos see
         `info_items`.
 
     Raises:
@@ -171,7 +174,10 @@ def as_transitions(batch: Any, owner: str, ignored: Iterable[str], n_axes: int, 
 
 
 def _split_infos(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
-    """Splits a batch into all but its infos, and its infos by name, unconverted."""
+    """Splits a batch into its infos, by name, and the rest.
+
+    Infos are not converted. Returns the rest first.
+    """
     if not is_mapping(batch) or not any(isinstance(key, str) and is_info(key) for key in batch.keys()):  # noqa: SIM118
         return batch, {}
     if isinstance(batch, ArrayDict):
@@ -182,7 +188,7 @@ def _split_infos(batch: Any, owner: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether it is None, or None in every row."""
+    """Whether a value is None, or None in every row."""
     if type(value) is np.ndarray and value.dtype == object and value.size:
         return all(each is None for each in value.flat)
     return value is None
@@ -194,7 +200,10 @@ def as_columns(values: Mapping[str, Any], n_axes: int, only_last: bool) -> dict[
 
 
 def as_column(name: str, value: Any, n_axes: int, only_last: bool = False) -> Any:
-    """Converts a value with `n_axes` axes in front of those of a row; its column can take it after a cast."""
+    """Converts a value so that its column takes it after a cast.
+
+    It has `n_axes` axes in front of the axes of a row.
+    """
     is_array = all(hasattr(value, attribute) for attribute in ("__getitem__", "ndim", "__array__"))
     if not is_array or isinstance(value, np.flexible):
         value = host_array(name, value)  # numbers, texts, lists, and warp's arrays, which have no plain indexing
@@ -234,7 +243,7 @@ def as_rewards(name: str, value: Any) -> Any:
 
 
 def trajectory_names(keys: Collection[str], ignores_next: bool) -> dict[str, str]:
-    """Column -> key of a batcher's trajectories."""
+    """Chooses a key of a batcher's trajectories for each column."""
     start, following = "observation/", "_observation/"
     seen = [key[len(start) :] for key in keys if key.startswith(start) and not is_beside(key[len(start) :])]
     at = {"": "frame"} if seen == ["frame"] else {f"/{key}": key for key in seen}
@@ -261,10 +270,10 @@ def ends_of(rows: Mapping[str, Any]) -> np.ndarray:
 
 @lru_cache
 def sources_of(names: tuple[str, ...], columns: tuple[str, ...], stacked: tuple[str, ...] | None = STACKED) -> Sources:
-    """The way to read keys of a batch.
+    """Returns the way to read keys of a batch.
 
     Args:
-        names: of columns, or of what is made of them.
+        names: of columns, or of keys that are computed from them.
         columns: the names of all columns.
         stacked: the first parts of the names that are stacked; None for all names.
     """

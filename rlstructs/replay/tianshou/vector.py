@@ -23,7 +23,7 @@ class VectorReplayBuffer(ReplayBuffer):
     Args:
         total_size: rows of all environments; rounded up to a multiple of `buffer_num`.
         buffer_num: number of environments.
-        settings: as of `ReplayBuffer`.
+        settings: see `ReplayBuffer`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -51,7 +51,10 @@ class VectorReplayBuffer(ReplayBuffer):
 
     @property
     def buffers(self) -> np.ndarray:
-        """The rings as views, an array of objects: each is read as a `ReplayBuffer`, with row ids of its own."""
+        """The rings as views, an array of objects.
+
+        Each is read as a `ReplayBuffer`, with row ids of its own.
+        """
         views = np.empty(self._n_lanes, object)
         views[:] = [RingView(self, lane) for lane in range(self._n_lanes)]
         return views
@@ -71,9 +74,10 @@ class VectorReplayBuffer(ReplayBuffer):
 
 
 class RingView:
-    """A ring of a buffer, read as a `ReplayBuffer` of its rows alone; rows are added to the whole buffer.
+    """A ring of a buffer, read as a `ReplayBuffer` by itself.
 
-    Row ids are those of the ring, in `[0, maxsize)`. Columns are attributes, `(maxsize, ...)`.
+    Rows are added to the whole buffer. Row ids are those of the ring, in `[0, maxsize)`. Columns are attributes,
+    `(maxsize, ...)`.
 
     Args:
         buffer: the buffer.
@@ -99,27 +103,30 @@ class RingView:
         return self._table.own_rows().newest()[[self._lane]] - self._lane * self.maxsize
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows as a batch, as of the buffer; a slice counts from the oldest row on."""
+        """Returns rows as a batch; see `ReplayBuffer`.
+
+        A slice counts from the oldest row on.
+        """
         return self._buffer[self._in_buffer(index)]
 
     def __iter__(self) -> Iterator[Any]:
-        """Each row, in the order of row ids."""
+        """Iterates over the rows, in the order of row ids."""
         return (self[row] for row in np.sort(self._in_order() - self._first))
 
     def get(self, index: Any, key: str, default_value: Any = None, stack_num: int | None = None) -> Any:
-        """One key of some rows; see `ReplayBuffer`."""
+        """Returns one key of some rows; see `ReplayBuffer`."""
         return self._buffer.get(self._in_buffer(index), key, default_value, stack_num)
 
     def prev(self, index: Any) -> Any:
-        """The row before each in its episode; see `ReplayBuffer`."""
+        """Returns the previous row of each row's episode; see `ReplayBuffer`."""
         return self._buffer.prev(self._in_buffer(index)) - self._first
 
     def next(self, index: Any) -> Any:
-        """The row after each in its episode; see `ReplayBuffer`."""
+        """Returns the next row of each row's episode; see `ReplayBuffer`."""
         return self._buffer.next(self._in_buffer(index)) - self._first
 
     def unfinished_index(self) -> np.ndarray:
-        """The newest row if its episode is unfinished, int64 (0,) or (1,)."""
+        """Returns the newest row if its episode is unfinished, int64 (0,) or (1,)."""
         every = self._buffer.unfinished_index() - self._first
         return np.asarray(every[(every >= 0) & (every < self.maxsize)])
 
@@ -144,7 +151,7 @@ class RingView:
         return f"{type(self).__name__}({len(self)} of {self.maxsize} rows, of {self._buffer!r})"
 
     def _in_order(self) -> np.ndarray:
-        """The rows from the oldest on, by their ids in the buffer, int64 (n,)."""
+        """Lists the rows from the oldest on, by buffer ids, int64 (n,)."""
         low = int(self._table.own_rows().low[self._lane])
         return self._first + (low + np.arange(len(self))) % self.maxsize
 

@@ -1,4 +1,7 @@
-"""The storage, sampler, writer and transforms of a buffer, how they are exchanged, and what they share."""
+"""The parts of a buffer: storage, sampler, writer and transforms.
+
+`Assembly` exchanges them, and has what they share.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
 
 @dataclass(eq=False)
 class Assembly:
-    """The parts of a buffer, and what the objects that work with them share.
+    """The parts of a buffer, and the objects that they share.
 
     Attributes:
         storage, sampler, writer, transform: the parts.
@@ -32,7 +35,7 @@ class Assembly:
         batch_size: of samples; None if it was not given.
         priority_key: the column of new priorities.
         lock: held while rows are written, drawn or read.
-        axes: axes of the `TensorDict`s that batches leave as, because the first rows came so; None for a `DictTensor`.
+        axes: axes of the `TensorDict`s that batches become if the first rows were some; None for a `DictTensor`.
         version: raised by changes of batches that neither the rows nor the sampler show.
         quick: writes one row that only has to be copied; None if not known yet, False if no row is like that.
         store: the rows.
@@ -66,7 +69,7 @@ class Assembly:
         self.belong(owner)
 
     def belong(self, owner: Any) -> None:
-        """Says which buffer the parts belong to."""
+        """Attaches the parts to a buffer; None detaches them."""
         for each in (self.storage, self.sampler, self.writer):
             each.belong(owner)
 
@@ -76,25 +79,31 @@ class Assembly:
         return self.store.columns.specs
 
     def reserved_names(self) -> set[str]:
-        """Names that samples have beside the columns."""
+        """Returns the names that samples have beside the columns."""
         return {INDEX, *self.sampler.fields} | (set() if self.reading.n_step == 1 else {DISCOUNT})
 
     def hand_over(self, arrays: dict[str, Any], n_axes: int = 1) -> Any:
-        """Makes a batch of private arrays, in the form in which rows came; `n_axes` is how many axes index rows."""
+        """Makes a batch of private arrays, in the form of the first rows.
+
+        `n_axes` is the number of axes that index rows.
+        """
         return restore_form(self.export(arrays, self.specs), self.axes, n_axes)
 
     def content(self) -> Any:
-        """A value that differs after every change that samples depend on."""
+        """Returns a value that differs after every change samples depend on."""
         store, own = self.store, (self.version, len(self.transform))
         return store.version, store.ring.counters.tobytes(), self.sampler.version, own
 
     def note_change(self) -> None:
-        """Forgets what follows from the parts; called when one was exchanged."""
+        """Forgets everything that was computed from the parts.
+
+        It is called when a part was exchanged.
+        """
         self.version += 1
         self.quick = None
 
     def check(self, sampler: Sampler, writer: Writer, owner: Any) -> None:
-        """Raises SpecError if these do not go together, or belong to another buffer."""
+        """Raises SpecError if these do not fit, or belong to another buffer."""
         for each in (self.storage, sampler, writer):
             each.check_free(owner)
         if sampler.drop_last and self.batch_size is None:
@@ -103,7 +112,7 @@ class Assembly:
             raise SpecError(f"the rows of a {type(writer).__name__} have no order: no slices, n_step or stacks of them")
 
     def insert(self, index: int | None, transform: Any, invert: bool) -> None:
-        """Inserts a transform before the `index`-th, or behind the last one."""
+        """Inserts a transform before the `index`-th, or after the last one."""
         transform = as_transform(transform)
         with self.lock:
             changed = Compose(*self.transform.parts)  # batches that are being made keep the old one

@@ -1,12 +1,14 @@
-"""Makes the batches of a `DictTensorReplayBuffer`: one by one, in passes, and before they are asked for.
+"""Makes the batches of a `DictTensorReplayBuffer`.
+
+They are made one by one, in passes, and before they are asked for.
 
     caller     draws ahead, then resets the generator      | takes a batch: only now the generator moves on
     threads    gather, transform and hand over             |
 
-The stream of batches is the same whether or not some are made ahead. A batch that was drawn ahead is what a later draw
-would give if nothing changed in between. So what was drawn ahead notes what it was drawn from; after any change all of
-it is dropped. If rows or priorities change between any two samples, nothing can be made ahead: after a change two
-samples have to follow one another before anything is drawn ahead again.
+The stream of batches is the same whether or not some are made ahead. A batch drawn ahead is the batch that a later draw
+would give if nothing changed in between. So each records the state it was drawn from; after any change all of them are
+dropped. If rows or priorities change between any two samples, nothing can be made ahead: after a change two samples
+have to follow one another before anything is drawn ahead again.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ MAX_THREADS = 8
 
 
 class Batch:
-    """A batch that is being made; the first thread that comes does what is left to do."""
+    """A batch that is being made.
+
+    The first thread that comes does the remaining work.
+    """
 
     def __init__(self, draws: Draws, picked: Selection) -> None:
         self.picked, self.after = picked, draws.place()
@@ -49,18 +54,18 @@ class Batch:
         self.future: Future[Made | None] | None = None
 
     def read(self) -> None:
-        """Reads the rows, unless that is done. The lock is held."""
+        """Reads the rows, unless that is done; the lock is held."""
         if self._draws is not None and self._arrays is None:
             self._arrays = self._draws.read(self.picked)
 
     def drop(self) -> None:
-        """Cancels it. The lock is held."""
+        """Cancels the batch; the lock is held."""
         if self.future is not None:
             self.future.cancel()
         self._draws = None
 
     def make(self) -> Made | None:
-        """The batch; None if it was dropped."""
+        """Makes the batch; None if it was dropped."""
         draws = self._draws
         if draws is None:
             return None
@@ -74,14 +79,16 @@ class Batch:
             self._draws = self._arrays = None  # they would keep the rows alive
 
     def result(self) -> Made | None:
-        """The batch, made here if no other thread has begun to make it."""
+        """Returns the batch, or makes it if no other thread has begun."""
         if self.future is None or self.future.cancel():
             return self.make()
         return self.future.result()
 
 
 class Prefetch:
-    """Batches that are made ahead. The lock of the rows is held whenever a method is called.
+    """Batches that are made ahead.
+
+    The lock of the rows is held whenever a method is called.
 
     Args:
         depth: number of batches.
@@ -90,7 +97,7 @@ class Prefetch:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._queue: deque[Batch] = deque()
-        self._drawn_from: Any = None  # the request and the content that those in the queue were drawn from
+        self._drawn_from: Any = None  # the request and the content that the batches in the queue were drawn from
         self._before: Place | None = None  # the place in the stream before the first of them
         self._is_calm = True
         self._pool: ThreadPoolExecutor | None = None
@@ -103,11 +110,11 @@ class Prefetch:
         return Prefetch, (self.depth,)
 
     def take(self, draws: Draws, content: Any) -> Batch:
-        """The next batch.
+        """Takes the next batch.
 
         Args:
-            draws: what it is drawn from.
-            content: a value that differs after every change of what is drawn from.
+            draws: draws it, if none was made ahead.
+            content: a value that differs after every change that draws depend on.
         """
         place = draws.place()
         self._forget_after_fork()
@@ -131,7 +138,10 @@ class Prefetch:
         return batch
 
     def _fill(self, draws: Draws, last: Place) -> None:
-        """Draws until there are enough; an error will come again when the batch is asked for."""
+        """Draws until enough batches are made ahead.
+
+        An error will come again when the batch is asked for.
+        """
         here = draws.place()
         try:
             with contextlib.suppress(ValueError, RuntimeError):
@@ -152,13 +162,16 @@ class Prefetch:
             self._pool, self._pid = None, os.getpid()
 
     def drop(self) -> None:
-        """Drops what was drawn ahead."""
+        """Drops all batches that were drawn ahead."""
         for batch in self._queue:
             batch.drop()
         self._queue.clear()
 
     def close(self) -> Callable[[], None]:
-        """Drops what was drawn ahead; returns a function that waits for the threads, to be called without the lock."""
+        """Drops all batches that were drawn ahead, and makes no more.
+
+        Returns a function that waits for the threads; call it without the lock.
+        """
         self._forget_after_fork()
         self.drop()
         pool, self._pool, self.depth = self._pool, None, 0
@@ -181,7 +194,7 @@ class Sampling:
         self._in_pass = False  # of `next`
 
     def size(self, given: int | None) -> int:
-        """The size of a batch, if this one is asked for.
+        """Returns the size of a batch, if this one is asked for.
 
         Raises:
             StateError: there is none.
@@ -194,7 +207,10 @@ class Sampling:
         return own
 
     def make(self, n: int, with_info: bool = True, in_pass: bool = False) -> Made | None:
-        """A batch of n rows, and what is known of them; None at the end of a pass, if `in_pass`."""
+        """Makes a batch of n rows; also returns facts about them.
+
+        None at the end of a pass, if `in_pass`.
+        """
         parts = self._parts
         with parts.lock:
             request = self._request(n, with_info)
@@ -236,7 +252,7 @@ class Sampling:
         return False
 
     def _request(self, n: int, with_info: bool) -> Request:
-        """The draw for a batch of n rows."""
+        """Describes the draw for a batch of n rows."""
         parts = self._parts
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
         if not parts.store.view().total:
@@ -256,9 +272,9 @@ class Sampling:
         wait()
 
 
-# Number of draws, number of rows of each, and whether the batch holds what is known of its rows.
+# Number of draws, number of rows of each, and whether the batch has facts about its rows as columns.
 Request = tuple[int, int, bool]
-# A batch, and what is known of its rows.
+# A batch, and facts about its rows.
 Made = tuple[Any, dict[str, Any]]
 
 
@@ -281,14 +297,14 @@ class Place:
 
 
 class Draws:
-    """Draws rows and makes batches of them; only `finish` may be called without the lock.
+    """Draws rows and makes batches of them.
 
-    It keeps the sampler, the columns and the transforms that the buffer has now: another thread may exchange them
-    before a batch is finished.
+    Only `finish` may be called without the lock. It keeps the present sampler, columns and transforms of the buffer:
+    another thread may exchange them before a batch is finished.
 
     Args:
         parts: of the buffer.
-        request: what a batch is made of.
+        request: the number of draws, and so on; see `Request`.
         collate_fn: applied to a batch before all transforms; None for nothing.
         pin_memory: whether batches are in page-locked memory.
     """
@@ -305,7 +321,7 @@ class Draws:
         self._is_flat = type(parts.sampler).flat is Sampler.flat
 
     def place(self) -> Place:
-        """The place in the stream of draws."""
+        """Returns the place in the stream of draws."""
         return Place(self._rng.bit_generator.state, self.sampler.position())
 
     def go_to(self, place: Place) -> None:
@@ -322,12 +338,18 @@ class Draws:
         return self.sampler.draw(self._store, *self.request[:2], self._rng)
 
     def read(self, picked: Selection) -> dict[str, Any]:
-        """The columns of drawn rows, name -> `(n, length, ...)`, or `(n, ...)` of single rows, private memory."""
+        """Reads the columns of drawn rows, private memory.
+
+        Name -> `(n, length, ...)`, or `(n, ...)` of single rows.
+        """
         rows = picked.rows[:, 0] if self._is_flat else picked.rows
         return self._reading.read(self._store, picked.view, list(self._specs), rows)
 
     def finish(self, picked: Selection, arrays: dict[str, Any]) -> Made:
-        """The batch, and what is known of its rows. Several threads may call this at once."""
+        """Finishes a batch; also returns facts about its rows.
+
+        Several threads may call this at once.
+        """
         with_info, sampler, specs, axes = self.request[2], self.sampler, self._specs, self._axes
         values = arrays
         if not self._is_flat:
@@ -369,12 +391,15 @@ class Known(dict[str, Any]):
         return super().__contains__(_join_names(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The value under a name, or the default."""
+        """Returns the value of a name, or the default."""
         return super().get(_join_names(key), default)
 
 
 def _join_names(key: Any) -> Any:
-    """Converts a key of torchrl to the name of a column, and leaves what is none, as that of a dict."""
+    """Converts a key of torchrl to the name of a column.
+
+    Anything that is not such a key is returned unchanged, as a dict would take it.
+    """
     is_path = isinstance(key, tuple) and key and all(isinstance(each, str) for each in key)
     return join_key(key) if is_path else key
 

@@ -42,7 +42,7 @@ class DictTensorBase(Buffer):
 
     Args:
         parts: of this buffer, and of no other.
-        generator: as of `DictTensorReplayBuffer`.
+        generator: see `DictTensorReplayBuffer`.
         framework, device: of samples.
     """
 
@@ -90,7 +90,10 @@ class DictTensorBase(Buffer):
 
     @property
     def storage(self) -> ReplayStorage:
-        """The storage: its settings, and its rows by index and one by one, without the transforms."""
+        """The storage: its settings and the stored rows.
+
+        It gives rows by index and one by one, without the transforms.
+        """
         return self._parts.storage
 
     @property
@@ -110,9 +113,9 @@ class DictTensorBase(Buffer):
 
     @property
     def generator(self) -> np.random.Generator:
-        """The generator that draws; it can be set to whatever the constructor takes.
+        """The random generator; may be set as in the constructor.
 
-        A copy of a buffer in its process continues the same stream, and draws the same rows. One in another process,
+        A copy of a buffer in its process continues the same stream, and draws the same rows. A copy in another process,
         such as a worker of torch's `DataLoader`, has a stream of its own, which follows from the seed.
         """
         return self._parts.stream.generator
@@ -129,7 +132,7 @@ class DictTensorBase(Buffer):
         self.generator = generator
 
     def append_transform(self: S, transform: Any, *, invert: bool = False) -> S:
-        """Adds a transform behind the others, and returns the buffer.
+        """Adds a transform after the others, and returns the buffer.
 
         With `invert`, its `forward` changes rows that are written, and its `inv` batches.
         """
@@ -137,12 +140,15 @@ class DictTensorBase(Buffer):
         return self
 
     def insert_transform(self: S, index: int, transform: Any, *, invert: bool = False) -> S:
-        """Inserts a transform before the `index`-th; raises SpecError if there is no such place."""
+        """Inserts a transform before the `index`-th, and returns the buffer.
+
+        Raises SpecError if there is no such place.
+        """
         self._parts.insert(index, transform, invert)
         return self
 
     def set_sampler(self, sampler: Any) -> None:
-        """Exchanges the sampler; for the new one all rows are new.
+        """Exchanges the sampler; for the new sampler all rows are new.
 
         Raises:
             TypeError, SpecError: it does not go with the other parts, or the columns.
@@ -160,7 +166,7 @@ class DictTensorBase(Buffer):
     # Rows by index
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows or a column, as private copies, through the transforms.
+        """Returns rows or a column, as private copies, through the transforms.
 
         Args:
             index: an int: a row id, or below 0 a place counted back from the highest one. A list or array of row ids.
@@ -183,10 +189,10 @@ class DictTensorBase(Buffer):
         """Changes rows in place; their priorities stay as they are.
 
         Args:
-            index: as of `[]`.
+            index: see `[]`.
             values: a mapping of some columns to values for these rows; for a single column only its values. A sample
-                may be written back as it is: what it has beside its columns is left out, and of slices the marks of
-                their ends (`done`, `truncated`, `is_init`). Samples of n steps or stacks are not what is stored: give
+                may be written back as it is: keys that are not columns are left out, and so are the marks of slices'
+                ends (`done`, `truncated`, `is_init`). Samples of n steps or stacks differ from the stored rows: give
                 columns without their `index`. A mapping for all rows may have new columns.
 
         Raises:
@@ -195,17 +201,25 @@ class DictTensorBase(Buffer):
         editing.change(self._rows, index, values)
 
     def set_(self: S, key: Any, value: Any) -> S:
-        """Changes a column in all rows, in the order of their ids; raises as `[]` does. Returns the buffer."""
+        """Changes a column in all rows, and returns the buffer.
+
+        Values are in the order of row ids. Raises the same errors as `[]`.
+        """
         editing.change_columns(self._rows, slice(None), {join_key(key): value})
         return self
 
     def set_at_(self: S, key: Any, value: Any, index: Any) -> S:
-        """Changes a column in some rows; `index` and errors as of `[]`. Returns the buffer."""
+        """Changes a column in some rows, and returns the buffer.
+
+        For `index` and errors see `[]`.
+        """
         editing.change_columns(self._rows, index, {join_key(key): value})
         return self
 
     def update_(self: S, values: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None) -> S:
-        """Changes columns in all rows, in the order of their ids; raises as `[]` does. Returns the buffer.
+        """Changes columns in all rows, and returns the buffer.
+
+        Values are in the order of row ids. Raises the same errors as `[]`.
 
         Args:
             values: a mapping of names to `(len(self), ...)`.
@@ -216,13 +230,16 @@ class DictTensorBase(Buffer):
         return self
 
     def read_all_in_order(self, end: int | None = None) -> Any:
-        """All rows, or the first `end` of them, in the order of their ids: `[:end]`."""
+        """Returns all rows, or the first `end`, in order: `[:end]`.
+
+        The order is that of row ids.
+        """
         return self[:end]
 
     def write_all(self, data: Any, end: int | None = None) -> None:
-        """Changes the first rows, `end` or as many as `data` has; raises as `[]` does.
+        """Changes the first rows, `end` or as many as `data` has.
 
-        If these are all rows, there may be new columns.
+        Raises the same errors as `[]`. If these are all rows, there may be new columns.
         """
         self[: take_rows(data, "write_all").n if end is None else end] = data
 
@@ -232,8 +249,8 @@ class DictTensorBase(Buffer):
         """Writes rows, counters, episodes, priorities and the random stream, whole or not at all.
 
         Args:
-            path: a file that ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`); any other name is that of
-                a folder, which `dumps` writes.
+            path: a file that ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`); any other name stands for a
+                folder, which `dumps` writes.
         """
         if Path(path).is_dir() or ending_of(Path(path)) not in WRITERS:
             self.dumps(path)
@@ -249,21 +266,29 @@ class DictTensorBase(Buffer):
     load.__doc__ = Buffer.load.__doc__
 
     def dumps(self, path: str | Path) -> None:
-        """Writes a folder with what `save` writes; an older file in it stays whole until the new one is."""
+        """Writes the same data as `save`, to a folder.
+
+        An older file in it stays whole until the new one is complete.
+        """
         keeping.dump(self, Path(path))
 
     def loads(self, path: str | Path) -> None:
-        """Restores what `dumps` wrote; raises as `load` does."""
+        """Restores a folder of `dumps`; raises the same errors as `load`."""
         self.load(keeping.find_file(path))
 
     dump = dumps
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies what `save` writes to tensors and plain values; `torch.load` takes them with `weights_only=True`."""
+        """Copies the same data as `save`, to tensors and plain values.
+
+        `torch.load` takes them with `weights_only=True`.
+        """
         return keeping.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned; the next samples are those that would have followed it.
+        """Restores the result of `state_dict`.
+
+        The next samples are those that would have followed it.
 
         Raises:
             FileError: it is damaged, or of a buffer of another size or class, or with another sampler; nothing changes.
@@ -295,7 +320,10 @@ class DictTensorBase(Buffer):
 
 
 def _find_seed(generator: Any) -> np.random.Generator | int | None:
-    """Converts a generator for a buffer; one of torch's gives a number that it draws."""
+    """Converts a generator for a buffer.
+
+    A generator of torch draws a number, which is the seed.
+    """
     if isinstance(generator, torch.Generator):
         return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     return generator  # type: ignore[no-any-return] # `generator_of` checks it
@@ -322,12 +350,13 @@ NEUTRAL = {
 
 @set_module("rlstructs.replay")
 class DictTensorReplayBuffer(DictTensorBase):
-    """Rows of one schema, that of the first ones; also called `TensorDictReplayBuffer`.
+    """Rows of one schema; also called `TensorDictReplayBuffer`.
 
-    A row keeps its id, its place in the store, until another row overwrites it. Every sample has an int64 `index` of
-    them, `(batch_size,)`. Episodes end where `terminated`, `truncated` or `done` (also under `next/`) or the keys of
-    the sampler say so. Several threads may write and sample at once. `save`, `state_dict` and `copy.deepcopy` see the
-    state between two writes; to pickle a buffer that changes meanwhile raises.
+    The first rows define the schema. A row keeps its id, its place in the store, until another row overwrites it. Every
+    sample has an int64 `index` of row ids, `(batch_size,)`. Episodes end where `terminated`, `truncated` or `done`
+    (also under `next/`) or the keys of the sampler say so. Several threads may write and sample at once. `save`,
+    `state_dict` and `copy.deepcopy` see the state between two writes; pickling a buffer that changes meanwhile raises
+    StateError.
 
     Args:
         storage: a `ListStorage`, `TensorStorage` or `MemmapStorage`; None for a `ListStorage` of 1,000 rows.
@@ -345,8 +374,8 @@ class DictTensorReplayBuffer(DictTensorBase):
         generator: of numpy or torch, or a seed; None for one seeded by torch's global generator.
         framework: of batches, "torch" (a `DictTensor`), "numpy", "jax" or "warp" (an `ArrayDict`).
         device: of batches.
-        n_step: rewards become the discounted sum of so many steps, up to the end of the episode; what follows a step
-            comes from the last of them, and `discount` is gamma to the power of their number.
+        n_step: rewards become the discounted sum of so many steps, up to the end of the episode; values from after a
+            step come from the last of them, and `discount` is gamma to the power of their number.
         gamma: discount per step.
         stack_num: observations become the last so many of their episode, on a new axis in front of their own.
         stack_keys: the observations that are stacked; None for all.
@@ -466,9 +495,10 @@ class DictTensorReplayBuffer(DictTensorBase):
         self._rows.store(GivenRows.from_steps(steps), "add_trajectories")
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Drops every row, and what the sampler and the writer know of them; row ids begin with 0 again.
+        """Drops every row; row ids begin with 0 again.
 
-        The next rows may be of another schema: they define the columns anew.
+        The sampler and the writer forget the rows, too. The next rows may be of another schema: they define the columns
+        anew.
 
         Args:
             empty_write_count: whether `write_count` becomes 0.
@@ -486,12 +516,12 @@ class DictTensorReplayBuffer(DictTensorBase):
     # Sampling
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """A batch of rows, private copies.
+        """Draws a batch of rows, private copies.
 
         Args:
-            batch_size: number of rows, of which 0 make an empty batch; None for that of the constructor.
-            return_info: whether to return what is known of the rows (`index`, `priority_weight`, ...) as a dict, too.
-            include_info: whether the batch has this as columns; None for yes.
+            batch_size: number of rows, 0 for an empty batch; None for the constructor's `batch_size`.
+            return_info: whether to return facts about the rows (`index`, `priority_weight`, ...) as a dict, too.
+            include_info: whether the batch has these facts as columns; None for yes.
 
         Returns:
             The batch; with `return_info`, the batch and the dict.
@@ -509,7 +539,10 @@ class DictTensorReplayBuffer(DictTensorBase):
         return made if return_info else made[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches of the constructor's size, for ever; without replacement, of one pass over the rows."""
+        """Yields batches of the constructor's size, for ever.
+
+        Without replacement it ends after one pass over the rows.
+        """
         if self.batch_size is None:
             raise StateError("batch_size not specified: give one to the constructor to iterate over the buffer")
         self._sampling.begin_pass()
@@ -517,7 +550,9 @@ class DictTensorReplayBuffer(DictTensorBase):
             yield made[0]
 
     def next(self) -> Any:
-        """The next batch of an iteration; None at the end of a pass over the rows, after which another begins.
+        """Returns the next batch of an iteration.
+
+        None at the end of a pass over the rows, after which another begins.
 
         Raises:
             StateError: no size was given to the constructor, or there are no rows.
@@ -525,7 +560,10 @@ class DictTensorReplayBuffer(DictTensorBase):
         return self._sampling.next()
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether `sample` would return a batch now; draws nothing, and raises StateError without a batch size."""
+        """Whether `sample` would return a batch now.
+
+        It draws nothing, and raises StateError without a batch size.
+        """
         return self._sampling.is_possible(batch_size)
 
     def close(self) -> None:
@@ -535,10 +573,11 @@ class DictTensorReplayBuffer(DictTensorBase):
     # Priorities
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Sets the priorities of rows; of equal ids the last counts.
+        """Sets the priorities of rows.
 
-        Ids below 0 are left out, and so are rows that were overwritten since they were drawn; only the ids of the last
-        `add` or `extend` mean the rows that it wrote. A buffer without priorities warns, once.
+        If an id is repeated, its last priority counts. Ids below 0 are left out, and so are rows that were overwritten
+        since they were drawn. The ids of the last `add` or `extend` refer to the rows that it wrote, all others to
+        drawn rows. A buffer without priorities warns, once.
 
         Args:
             index: int (n,), row ids from samples or `extend`.
@@ -600,8 +639,8 @@ class DictTensorPrioritizedReplayBuffer(DictTensorReplayBuffer):
     """A `DictTensorReplayBuffer` with a `PrioritizedSampler`; also called `TensorDictPrioritizedReplayBuffer`.
 
     Args:
-        alpha, beta, eps, reduction: as of `PrioritizedSampler`.
-        settings: of `DictTensorReplayBuffer`, but a sampler.
+        alpha, beta, eps, reduction: see `PrioritizedSampler`.
+        settings: of `DictTensorReplayBuffer`, except a sampler.
 
     Example:
         >>> buffer = DictTensorPrioritizedReplayBuffer(alpha=1.0, beta=1.0, generator=0)

@@ -1,4 +1,7 @@
-"""Reads and changes the rows of a `DictTensorReplayBuffer` by index; its public methods say how."""
+"""Reads and changes rows of a `DictTensorReplayBuffer` by index.
+
+Its public methods say how.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 
 def read(parts: Assembly, index: Any, transform: Compose) -> Any:
-    """Rows or a column, transformed; see `DictTensorReplayBuffer.__getitem__`."""
+    """Returns rows or a column, transformed; see `DictTensorReplayBuffer.__getitem__`."""
     if isinstance(index, (str, tuple)):
         return _read_column(parts, join_key(index), transform)
     with parts.lock:
@@ -74,7 +77,10 @@ def change_all(intake: RowIntake, values: Any, keys: Collection[Any] | None) -> 
 
 
 def change_columns(intake: RowIntake, index: Any, values: Any, with_new: bool = False) -> None:
-    """Changes columns in some rows; if `with_new` and these are all rows, there may be new columns."""
+    """Changes columns in some rows.
+
+    If `with_new` and these are all rows, there may be new columns.
+    """
     parts = intake.parts
     with parts.lock:
         parts.writer.refuse()
@@ -110,7 +116,7 @@ def _put(intake: RowIntake, rows: np.ndarray, values: Mapping[str, Any], new: Co
         marks.are_known |= marks.are_in(new)
     block = {name: column[0] for name, column in block.items()}
     if rows.size > 1:
-        _, last = np.unique(rows[::-1], return_index=True)  # of equal row ids the last counts
+        _, last = np.unique(rows[::-1], return_index=True)  # if a row id is repeated, the last counts
         last = rows.size - 1 - last
         rows, block = rows[last], {name: column[last] for name, column in block.items()}
     # This looks at every row, which takes long if there are many: only if episodes may change.
@@ -122,7 +128,10 @@ def _put(intake: RowIntake, rows: np.ndarray, values: Mapping[str, Any], new: Co
 
 
 def _find_rows(store: Storage, index: Any) -> np.ndarray:
-    """The row ids that an index means, int64; without an axis if it is an int."""
+    """Converts an index to row ids, int64.
+
+    An int gives an array without an axis.
+    """
     n = len(store)
     if isinstance(index, slice):
         return _sort_by_id(store, np.arange(*index.indices(n)))
@@ -147,7 +156,7 @@ def _find_rows(store: Storage, index: Any) -> np.ndarray:
 
 
 def _sort_by_id(store: Storage, numbers: np.ndarray) -> np.ndarray:
-    """The row ids of row numbers that count in the order of row ids."""
+    """Returns the row ids of row numbers, counted by row id."""
     view = store.view()
     first = int(view.low[0]) % view.columns.capacity
     if not first or view.total == view.columns.capacity:
@@ -156,7 +165,10 @@ def _sort_by_id(store: Storage, numbers: np.ndarray) -> np.ndarray:
 
 
 def _take_first(batch: Any) -> Any:
-    """The row of a batch of one; in warp, which has no scalars, numbers stay arrays of one."""
+    """Takes the row of a batch of one.
+
+    In warp, which has no scalars, numbers stay arrays of one.
+    """
     if isinstance(batch, DictTensor):
         return batch.index(0)
     if not isinstance(batch, dict):

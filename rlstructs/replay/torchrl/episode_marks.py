@@ -1,4 +1,4 @@
-"""Finds the ends and starts of episodes in the rows of a buffer, from its columns."""
+"""Finds the ends and starts of episodes from a buffer's columns."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class EpisodeMarks:
 
     Args:
         store: the rows.
-        sampler: whose `end_key` and `traj_key` are further columns that say so.
+        sampler: its `end_key` and `traj_key` are further columns with ends and starts.
 
     Attributes:
-        are_known: whether anything has said where episodes end.
+        are_known: whether any column or batch has said where episodes end.
     """
 
     def __init__(self, store: Storage, sampler: Sampler) -> None:
         self._store, self.sampler, self.are_known = store, sampler, False
 
     def end_keys(self, names: Collection[str]) -> list[str]:
-        """The columns that end an episode where they are true."""
+        """Lists the columns that end an episode where they are true."""
         more, ends = self.sampler.end_key, ends_among(names)
         return ends if more is None or more in ends or more not in names else [*ends, more]
 
     def id_keys(self, names: Collection[str]) -> list[str]:
-        """The columns that begin an episode where they change."""
+        """Lists the columns that begin an episode where they change."""
         own = self.sampler.traj_key
         return [name for name in (TRAJECTORY_IDS if own is None else (own,)) if name in names]
 
@@ -51,7 +51,10 @@ class EpisodeMarks:
         return bool(self.end_keys(names) or self.id_keys(names))
 
     def are_changed(self, block: Mapping[str, Any], rows: np.ndarray) -> bool:
-        """Whether values (n, ...) of these rows, by column, would change where episodes end or begin."""
+        """Whether new values of rows would change ends or starts of episodes.
+
+        `block` has the values (n, ...) by column.
+        """
         names, columns = [*self.end_keys(block), *self.id_keys(block)], self._store.columns
         held = self._store.gather(names, rows)
         return any(
@@ -60,7 +63,9 @@ class EpisodeMarks:
         )
 
     def find(self, block: Mapping[str, Any], rows: GivenRows) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Marks ends and starts of episodes in rows about to be written, bool (1, n) each; None for nowhere.
+        """Marks ends and starts of episodes in rows about to be written.
+
+        Returns bool (1, n) each; None for nowhere.
 
         Args:
             block: name -> (1, n, ...), the rows in the form that columns take.
@@ -80,7 +85,10 @@ class EpisodeMarks:
         return _join(done), _join(starts)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Marks for every row, the oldest first, whether it ends an episode, and whether its id is new."""
+        """Marks rows that end an episode, and rows with a new id.
+
+        Every row is marked, the oldest first; bool (n,) each.
+        """
         rows, specs = self._store.view().every_row(), self._store.columns.specs
         ends = find_marks({name: self._store.gather([name], rows)[0] for name in self.end_keys(specs)}, 1)
         changes = np.zeros(rows.size, bool)
@@ -89,7 +97,10 @@ class EpisodeMarks:
         return np.zeros(rows.size, bool) if ends is None else ends, changes
 
     def recompute(self, ends: np.ndarray, changes: np.ndarray) -> None:
-        """Recomputes all episodes after columns, or the sampler, have changed; takes what `read` returned before."""
+        """Recomputes all episodes after columns, or the sampler, have changed.
+
+        It takes the result of `read` before the change.
+        """
         rows = self._store.view().every_row()
         # Episodes that began for another reason, as each trajectory of a batch does, still begin there.
         begins = self._store.track_episodes().begin(rows) & ~changes
@@ -116,7 +127,10 @@ def _join(marks: list[np.ndarray]) -> np.ndarray | None:
 
 
 def _find_changes(ids: np.ndarray) -> np.ndarray:
-    """Marks rows that differ from the one before, bool (n,); the first row does not."""
+    """Marks rows that differ from the one before, bool (n,).
+
+    The first row is not marked.
+    """
     changes = np.zeros(len(ids), bool)
     changes[1:] = (ids[1:] != ids[:-1]).any(axis=tuple(range(1, ids.ndim)))
     return changes
@@ -132,9 +146,10 @@ def put(
     specs: Mapping[str, Spec],
     beside: tuple[int, ...],
 ) -> dict[str, np.ndarray]:
-    """Marks the first rows of slices, and the last ones as truncated and done, with the keys of the sampler.
+    """Marks the first and last rows of slices, with the sampler's keys.
 
-    Programs that use ends ask for `terminated`, `truncated` and `done`: those that no column holds are added.
+    The last ones are marked as truncated and done. Programs that use ends ask for `terminated`, `truncated` and `done`:
+    ends without a column are added.
 
     Args:
         values: the columns, name -> `(n, ...)`, changed in place.
@@ -144,7 +159,7 @@ def put(
         beside: further axes of an added end, if no end is stored.
 
     Returns:
-        The ends that no column holds, name -> `(n, ...)`.
+        The ends without a column, name -> `(n, ...)`.
     """
     if sampler.init_key in values:
         _mark(values, sampler.init_key, sampler.firsts(picked), specs)
@@ -170,7 +185,10 @@ def put(
 def _make_absent(
     values: Mapping[str, Any], lasts: np.ndarray, key: str, ends: list[str], beside: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """The ends beside the column `key` that no column holds, with the last rows marked."""
+    """Makes the ends beside `key` that have no column.
+
+    The last rows of slices are marked in them.
+    """
     prefix = parent_of(key)
     dones = [name for last in DONE if (name := f"{prefix}{last}") in values]
     terminated = f"{prefix}{TERMINATED}"
@@ -189,7 +207,7 @@ def _make_absent(
 
 
 def _truth(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Marks the values of a column that are not zero, as bools of this shape."""
+    """Marks values of a column that are not zero, bool of this shape."""
     marks = host_array(name, values) != 0
     return marks if marks.shape == shape else _spread(marks.any(axis=tuple(range(1, marks.ndim))), shape)
 

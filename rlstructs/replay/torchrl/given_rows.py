@@ -1,4 +1,4 @@
-"""Converts whatever `extend` takes to rows."""
+"""Converts the arguments of `extend` to rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class GivenRows:
 
     @classmethod
     def from_row(cls, batch: Any, values: Mapping[str, Any]) -> GivenRows:
-        """Takes the values of a single row, which came as this batch without an axis of rows."""
+        """Takes the values of a single row.
+
+        `batch` is the row as it was given, without an axis of rows.
+        """
         return cls({name: _to_array(name, value)[None] for name, value in values.items()}, 1, batch=[batch])
 
 
@@ -53,7 +56,7 @@ def take_rows(batch: Any, owner: str) -> GivenRows:
 
     Args:
         batch: `Trajectories` or a `TemporalDictTensor`, of which the valid steps count; a sequence of mappings,
-            each a row; or anything else with keys, the first axis of whose values is that of the rows.
+            each a row; or anything else with keys, whose values have a first axis of rows.
         owner: name of the caller, for messages.
 
     Raises:
@@ -81,7 +84,10 @@ def take_rows(batch: Any, owner: str) -> GivenRows:
 
 
 def _to_array(name: str, value: Any) -> Any:
-    """Converts a value to a numpy array, unless it is an array of torch or jax."""
+    """Converts a value to a numpy array.
+
+    Arrays of torch or jax are returned unchanged.
+    """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value
     # numpy would turn a bfloat16 of jax into float32.

@@ -1,4 +1,7 @@
-"""Keeps a `DictTensorReplayBuffer` in dicts and folders; what files say of it beside its rows."""
+"""Keeps a `DictTensorReplayBuffer` in dicts and folders.
+
+It also makes the header of files: everything beside the rows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ THEIR_ENTRIES, THEIR_FILE = ("_storage", "_writer"), "buffer_metadata.json"
 
 
 def state_dict(buffer: Buffer) -> dict[str, Any]:
-    """Copies the contents of a file of this buffer; `torch.load` takes them with `weights_only=True`."""
+    """Copies the contents of a file of this buffer.
+
+    `torch.load` takes them with `weights_only=True`.
+    """
     with buffer._hold_locks():
         arrays, _, state = saving.contents(buffer)
         tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
@@ -39,7 +45,7 @@ def state_dict(buffer: Buffer) -> dict[str, Any]:
 
 
 def load_state_dict(buffer: Buffer, given: Mapping[str, Any]) -> None:
-    """Restores a buffer from what `state_dict` returned.
+    """Restores a buffer from a result of `state_dict`.
 
     Raises:
         FileError: it does not fit; nothing changes.
@@ -58,7 +64,7 @@ def load_state_dict(buffer: Buffer, given: Mapping[str, Any]) -> None:
 
 
 class TensorReader:
-    """Reads arrays from tensors, as the readers of `rlstructs.files` do from files.
+    """Reads arrays from tensors, with the interface of a file's `Reader`.
 
     Args:
         tensors: by name.
@@ -75,7 +81,7 @@ class TensorReader:
                 raise ValueError(f"{name!r} holds bools that are neither true nor false")
 
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype and the shape of an array."""
+        """Returns the dtype and the shape of an array."""
         return self._arrays[name].dtype, self._arrays[name].shape
 
     def verify(self) -> None:
@@ -104,7 +110,7 @@ def dump(buffer: Buffer, folder: Path) -> None:
 
 
 def find_file(folder: str | Path) -> Path:
-    """The file in a folder that `dump` wrote.
+    """Finds the file of `dump` in a folder.
 
     Raises:
         FileError: torchrl wrote the folder.
@@ -116,13 +122,13 @@ def find_file(folder: str | Path) -> Path:
 
 
 def _their_error(source: str, what: str) -> FileError:
-    """The error for a state or a folder that torchrl itself wrote."""
+    """Makes the error for a state or folder of torchrl itself."""
     advice = "load it into a buffer of torchrl, and give that one's rows, `[:]`, to `extend`"
     return FileError(f"{source}: this is a {what} of torchrl's own, which only torchrl reads; {advice}")
 
 
 def own_state(parts: Assembly, rows: RowIntake) -> dict[str, Any]:
-    """The settings and counters for the header of a file, as JSON."""
+    """Returns the settings and counters for a file's header, as JSON."""
     return {
         "max_size": parts.storage.max_size,
         "n_rows": parts.store.columns.n_rows,
@@ -134,7 +140,7 @@ def own_state(parts: Assembly, rows: RowIntake) -> dict[str, Any]:
 
 
 def own_restorer(parts: Assembly, rows: RowIntake, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
-    """Checks what `own_state` said, and returns a function that restores it.
+    """Checks a result of `own_state`; returns a function that restores it.
 
     Raises:
         ValueError, KeyError, TypeError: it does not fit.
@@ -159,7 +165,10 @@ def own_restorer(parts: Assembly, rows: RowIntake, state: State, arrays: Arrays,
 
 
 def _check_axes(axes: Any, claims: Claims) -> dict[str, int] | None:
-    """Checks the axes in a file, see `tensordicts`; raises ValueError if the columns do not have so many."""
+    """Checks the axes in a file; see `tensordicts`.
+
+    Raises ValueError if the columns do not have so many.
+    """
     if axes is None:
         return None
     if not isinstance(axes, Mapping) or "" not in axes:

@@ -1,4 +1,4 @@
-"""Base class of a buffer's parts, and checks of the arguments that torchrl has and this library lacks."""
+"""Base class of a buffer's parts, and checks of torchrl's arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ANY = object()
 
 
 class Part:
-    """A storage, a sampler or a writer, with its settings; it belongs to one buffer."""
+    """A storage, a sampler or a writer, with its settings.
+
+    It belongs to one buffer.
+    """
 
     _owner: weakref.ref[Any] | None = None
 
@@ -33,7 +36,7 @@ class Part:
         self._owner = None if buffer is None else weakref.ref(buffer)
 
     def _shown(self) -> dict[str, Any]:
-        """The settings that a repr shows."""
+        """Returns the settings that a repr shows."""
         return {}
 
     def __repr__(self) -> str:
@@ -67,11 +70,11 @@ def check_neutral(owner: str, given: Mapping[str, Any], neutral: Mapping[str, An
     Args:
         owner: name of the class that they are given to, for messages.
         given: the arguments.
-        neutral: name -> the value that asks for nothing; `ANY` if every value does.
+        neutral: name -> the value without any effect; `ANY` if no value has one.
 
     Raises:
         TypeError: there is no such argument.
-        SpecError: a value asks for something.
+        SpecError: a value would have an effect in torchrl.
     """
     for name, value in given.items():
         if name not in neutral:
@@ -82,7 +85,9 @@ def check_neutral(owner: str, given: Mapping[str, Any], neutral: Mapping[str, An
 
 
 def join_key(key: Any) -> str:
-    """Converts a key of torchrl to the name of a column: ("next", "reward") to `next/reward`.
+    """Converts a key of torchrl to the name of a column.
+
+    For example ("next", "reward") to `next/reward`.
 
     Raises:
         TypeError: it is neither a string nor a tuple of strings.

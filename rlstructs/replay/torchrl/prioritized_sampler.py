@@ -1,4 +1,7 @@
-"""The prioritised sampler of a `DictTensorReplayBuffer`, and reductions of several priorities to one."""
+"""The prioritised sampler of a `DictTensorReplayBuffer`.
+
+It reduces several priorities of a row to one.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class PrioritizedSampler(Sampler):
     """
 
     fields = (WEIGHT,)
-    # The row ids of the last write, and their steps: an id alone may mean the row that was drawn before.
+    # The row ids of the last write, and their steps: an id alone may refer to the row that was drawn before.
     written: tuple[np.ndarray, np.ndarray] | None = None
 
     def __init__(
@@ -81,7 +84,10 @@ class PrioritizedSampler(Sampler):
 
     @property
     def alpha(self) -> float:
-        """Exponent of priorities; setting it keeps the priorities, except that after 0 all of them are 1."""
+        """Exponent of priorities.
+
+        Setting it keeps the priorities, except that after 0 all of them are 1.
+        """
         return self._alpha
 
     @alpha.setter
@@ -106,14 +112,17 @@ class PrioritizedSampler(Sampler):
 
     @property
     def max_priority(self) -> float:
-        """The priority of a new row: the largest so far, or the largest of the present rows."""
+        """The priority of a new row.
+
+        It is the largest so far, or the largest of the present rows.
+        """
         return 1.0 if self._priorities is None else self._priorities.max_priority - self.eps
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
         """Calls `update_priority` of its buffer.
 
         Args:
-            index, priority: as there.
+            index, priority: see `DictTensorReplayBuffer.update_priority`.
             storage: changes nothing: the buffer knows its storage.
 
         Raises:
@@ -149,7 +158,9 @@ class PrioritizedSampler(Sampler):
         self._of().drawn.remember(picked.view, picked.rows)
 
     def check(self, priorities: Any, n: int) -> np.ndarray:
-        """Converts priorities of n rows, `(n, ...)` or one number for all, to float64 (n,).
+        """Converts priorities of n rows to float64 (n,).
+
+        They are `(n, ...)`, or one number for all.
 
         Raises:
             SpecError: they do not fit, or one is negative or not finite.
@@ -165,12 +176,14 @@ class PrioritizedSampler(Sampler):
         return reduce_rows(values, self.reduction)
 
     def update(self, storage: Storage, index: Any, priorities: Any) -> None:
-        """Sets the priorities of rows; of equal ones the last counts, negative ones are left out.
+        """Sets the priorities of rows.
+
+        If a row is repeated, its last priority counts; negative ids are left out.
 
         Args:
             storage: the rows.
-            index: int (n,), row ids: those of the last write mean its rows, others the rows that were drawn.
-            priorities: as `check` takes them.
+            index: int (n,), row ids. The ids of the last write refer to its rows, others to the rows that were drawn.
+            priorities: see `check`.
 
         Raises:
             SpecError, IndexError: something does not fit; nothing changes.
@@ -251,7 +264,9 @@ def reduce_rows(values: np.ndarray, reduction: str) -> np.ndarray:
 
 
 def find_priorities(batch: Any, key: str, sampler: PrioritizedSampler) -> tuple[np.ndarray, np.ndarray]:
-    """The row ids of a batch, (n,), and the priorities in its column `key`, (n, ...), without padding.
+    """Finds row ids and priorities in a batch, without padding.
+
+    The ids are (n,), the priorities, from its column `key`, (n, ...).
 
     Raises:
         MissingKeyError: the batch has no `index`, or no such column.

@@ -25,7 +25,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 
 
 class RowIntake:
-    """Writes the rows that a buffer is given, whatever their form, where its writer wants them.
+    """Writes given rows, in any form, to the places its writer chooses.
 
     Args:
         parts: of the buffer.
@@ -40,7 +40,10 @@ class RowIntake:
         self.parts, self._intake, self.n_written = parts, intake, 0
 
     def convert(self, values: Mapping[str, Any], unknown: str = ERROR, missing: str = ERROR) -> dict[str, Any]:
-        """Converts rows (n, ...) to what columns take, (1, n, ...); adds columns, as `Intake.convert` says."""
+        """Converts rows (n, ...) for columns, (1, n, ...); adds missing columns.
+
+        See `Intake.convert`.
+        """
         return self._intake.convert({name: value[None] for name, value in values.items()}, unknown, missing)
 
     def add(self, data: Any) -> int:
@@ -53,11 +56,14 @@ class RowIntake:
         return int(ids[0]) if ids.size else -1
 
     def add_quickly(self, row: Mapping[str, Any]) -> int | None:
-        """Adds one row if it only has to be copied, and returns its row id; None if `add` has to add it."""
+        """Adds one row that only has to be copied; returns its row id.
+
+        None if `add` has to add it.
+        """
         parts = self.parts
         with parts.lock:
             quick = parts.quick
-            # Users may have put a transform into the `Compose` that is there.
+            # Users may have put a transform into the existing `Compose`.
             if not isinstance(quick, StepWriter) or (len(parts.transform) and parts.transform.has_inverse):
                 return None
             ring = parts.store.ring
@@ -79,7 +85,7 @@ class RowIntake:
         Args:
             given: the rows.
             owner: name of the public method, for messages.
-            update: as `update_priority` of `DictTensorReplayBuffer.extend`.
+            update: see `update_priority` of `DictTensorReplayBuffer.extend`.
             writer: writes them in place of the buffer's.
 
         Returns:
@@ -102,7 +108,10 @@ class RowIntake:
             return self._write_anew(inverted, update, writer)
 
     def _write(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
-        """Writes rows to the columns that there are, or creates them; nothing changes if it raises SpecError."""
+        """Writes rows to existing or new columns.
+
+        Nothing changes if it raises SpecError.
+        """
         parts, store, rows = self.parts, self.parts.store, self._drop_reserved(rows)
         if not parts.specs:
             self._check_names(rows.values)
@@ -127,7 +136,10 @@ class RowIntake:
         return ids
 
     def _write_anew(self, rows: GivenRows, update: bool | None, writer: Writer) -> np.ndarray:
-        """Writes rows of another schema to a buffer that was emptied; puts its columns back if this fails."""
+        """Writes rows of another schema to a buffer that was emptied.
+
+        If this fails, the old columns are put back.
+        """
         store, storage, marks = self.parts.store, self.parts.storage, self.parts.marks
         before = store.take_columns(storage.renew(store.columns))
         were_known, marks.are_known = marks.are_known, False
@@ -158,7 +170,10 @@ class RowIntake:
         return GivenRows(rows.values, rows.n, given.done, given.starts) if rows.n == given.n else rows
 
     def _drop_reserved(self, rows: GivenRows) -> GivenRows:
-        """Drops what a sample has beside the columns, if the int64 `index` says that these rows are a sample."""
+        """Drops the keys of a sample that are not columns.
+
+        The rows are a sample if they have an int64 `index`.
+        """
         index = rows.values.get(INDEX)
         if index is None or str(index.dtype).rpartition(".")[2] != "int64":
             return rows
@@ -178,7 +193,10 @@ class RowIntake:
         self.parts.sampler.check_keys(values)
 
     def _find_priorities(self, rows: GivenRows, update: bool | None) -> np.ndarray | None:
-        """The priorities among the rows, float64 (n,); None if there are none to be used."""
+        """Finds the priorities among the rows, float64 (n,).
+
+        None if there are none to be used.
+        """
         sampler, key = self.parts.sampler, self.parts.priority_key
         if not isinstance(sampler, PrioritizedSampler) or update is False:
             return None

@@ -1,4 +1,4 @@
-"""Samplers of a `DictTensorReplayBuffer`: their base class, any row, and each row once."""
+"""Samplers of a `DictTensorReplayBuffer`: base class, random, and without replacement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sampler(Part):
         needs_episodes: whether it has to know where episodes end.
         end_key, traj_key: further columns that say where episodes end and begin; None for none.
         drop_last: whether the last rows of a pass, fewer than a batch, are left out.
-        version: raised by every change of what would be drawn, except changes of rows and of `position`.
+        version: raised by every change of later draws, except changes of rows and of `position`.
         ran_out: whether a pass over the rows is over.
     """
 
@@ -58,30 +58,42 @@ class Sampler(Part):
                 raise MissingKeyError(f"no {key!r}, the {argument} of the sampler; there are {sorted(names)}")
 
     def plan(self, batch_size: int) -> tuple[int, int]:
-        """The number of draws for a batch, and the number of rows of each."""
+        """Returns the number of draws for a batch, and rows of each."""
         return batch_size, 1
 
     def draw(self, storage: Storage, n: int, length: int, rng: np.random.Generator) -> Selection:
-        """`n` draws of `length` rows each; the `fields` of the result have a value for each draw."""
+        """Makes `n` draws of `length` rows each.
+
+        The `fields` of the result have a value for each draw.
+        """
         raise NotImplementedError
 
     def drawn(self, picked: Selection) -> None:
-        """Notes what is handed out."""
+        """Records the draws that are handed out."""
 
     def flat(self, picked: Selection, values: Any) -> Any:
-        """Turns values (n, length, ...) of draws, of numpy or torch, into those of the rows of a batch."""
+        """Converts values (n, length, ...) of draws to rows of a batch.
+
+        They are arrays of numpy or torch.
+        """
         return values[:, 0]
 
     def marks(self, names: Collection[str], stored: Container[str]) -> set[str]:
-        """The columns of a sample that it may have changed, or added because they are not stored."""
+        """Lists the columns of a sample that it may have changed.
+
+        It may also have added them because they are not stored.
+        """
         return set()
 
     def info(self, picked: Selection) -> dict[str, np.ndarray]:
-        """Facts about each row of a batch, the index first."""
+        """Returns facts about each row of a batch, the index first."""
         return {INDEX: self.flat(picked, picked.rows).copy()} | {name: picked.fields[name] for name in self.fields}
 
     def position(self) -> Any:
-        """The place in a pass; two places are equal only if they are the same."""
+        """Returns the place in a pass.
+
+        Two places are equal only if they are the same.
+        """
         return None
 
     def go_to(self, position: Any) -> None:
@@ -94,26 +106,26 @@ class Sampler(Part):
         """Whether this pass has another batch of `n` draws."""
         return True
 
-    # What its buffer tells it
+    # Events, which its buffer reports
 
     def cleared(self) -> None:
-        """The store was cleared."""
+        """Is called after the store was cleared."""
 
     def grown(self, n_rows: int) -> None:
-        """The store has room for so many rows now."""
+        """Is called after the store has got room for `n_rows` rows."""
 
     def replaced(self, storage: Storage, rows: np.ndarray) -> None:
-        """These rows were overwritten by others."""
+        """Is called after these rows were overwritten by others."""
 
     def reordered(self) -> None:
-        """Episodes were recomputed."""
+        """Is called after episodes were recomputed."""
 
     def state(self) -> dict[str, Any]:
-        """Its state for a file, as JSON."""
+        """Returns its state for a file, as JSON."""
         return {}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Its arrays for a file."""
+        """Returns its arrays for a file."""
         return {}
 
     def restorer(self, state: State, arrays: Arrays, claims: Claims) -> Callable[[], None]:
@@ -170,8 +182,8 @@ class _Order:
 class SamplerWithoutReplacement(Sampler):
     """Draws every row once, in random order, and then begins again.
 
-    A pass is over the rows that are there when it begins: a row that is overwritten before its turn is left out, and
-    one that is written later waits for the next pass.
+    A pass is over the rows that exist when it begins: a row that is overwritten before its turn is left out, and one
+    that is written later waits for the next pass.
 
     Args:
         drop_last: whether a pass ends before a batch that would be smaller.
@@ -196,7 +208,10 @@ class SamplerWithoutReplacement(Sampler):
     def _take(
         self, view: View, n: int, length: int, rng: np.random.Generator, list_steps: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """The next `n` steps of a pass, fewer at its end; a new pass is over the steps that `list_steps` returns."""
+        """Takes the next `n` steps of a pass, fewer at its end.
+
+        A new pass is over the steps that `list_steps` returns.
+        """
         if self._order is not None and self._order.length != length:
             self.begin_pass()
         steps, at = self._next(view, n)
@@ -209,7 +224,10 @@ class SamplerWithoutReplacement(Sampler):
         return steps
 
     def _next(self, view: View, n: int) -> tuple[np.ndarray, int]:
-        """The next `n` steps whose rows are still there, or all that are left, and the place behind them."""
+        """Finds the next `n` steps whose rows still exist.
+
+        There may be fewer at the end of the pass. Also returns the place after them.
+        """
         order, at, found = self._order, self._at, np.zeros(0, np.int64)
         if order is None:
             return found, at

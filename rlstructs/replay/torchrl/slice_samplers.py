@@ -1,4 +1,7 @@
-"""Samplers of slices: each is a run of consecutive steps of one episode."""
+"""Samplers of slices.
+
+A slice is a run of consecutive steps of one episode.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,18 @@ NEUTRAL = {
     "end_keys": None,
     "replacement": True,
 }
-INSIDE = "inside"  # field of a selection, bool (n, length): which steps of each slice are no padding
+INSIDE = "inside"  # field of a selection, bool (n, length): which steps of each slice are not padding
 DONE = ("done", "dones")
 
 
 @set_module("rlstructs.replay")
 class SliceSampler(Sampler):
-    """Draws an episode, then a slice of it; no slice mixes episodes, or the newest rows with the oldest.
+    """Draws an episode, then a slice of it.
 
-    A batch of `batch_size` steps is `(batch_size, ...)`, one slice behind the other. The last step of each slice is
-    marked as truncated and done, even if its episode goes on. A batch has all of `truncated`, `terminated` and `done`,
-    even if not all are stored; if only `done` is, an episode that is done has terminated.
+    No slice mixes episodes, or the newest rows with the oldest. A batch of `batch_size` steps is `(batch_size, ...)`,
+    one slice after the other. The last step of each slice is marked as truncated and done, even if its episode goes on.
+    A batch has all of `truncated`, `terminated` and `done`, even if not all are stored; if only `done` is stored, an
+    episode that is done has terminated.
 
     Args:
         num_slices: number of slices in a batch; or
@@ -54,10 +58,10 @@ class SliceSampler(Sampler):
             there is one.
         strict_length: whether shorter episodes are left out; otherwise each is a slice, and the batch is shorter.
         pad_output: whether such slices repeat their last step to full length, and `mask` says which steps count.
-        per: whether every "trajectory" has the same probability, as in torchrl, and all slices in one; or every
-            "window" of this many steps, so that long episodes are drawn more often.
-        truncated_key: the column that marks the last steps, beside which `done` marks them; "auto" for the one beside
-            the other ends; None for none.
+        per: "trajectory" if all episodes are equally likely, as in torchrl, and all slices of one; "window" if all
+            slices are, so that long episodes are drawn more often.
+        truncated_key: the column that marks the last steps, together with the `done` beside it; "auto" for the one
+            beside the other ends; None for none.
         cache_values: changes nothing: ends of episodes are noted when rows are written, and never looked up again.
         init_key: a column that marks the first step of each slice, if it exists; None for none.
         replacement: False creates a `SliceSamplerWithoutReplacement` instead.
@@ -104,7 +108,7 @@ class SliceSampler(Sampler):
         self._slices = Slices(per, strict_length)
 
     def plan(self, batch_size: int) -> tuple[int, int]:
-        """See `Sampler`.
+        """Returns the number of draws for a batch, and rows of each.
 
         Raises:
             SpecError: the batch is not made of whole slices.
@@ -148,13 +152,13 @@ class SliceSampler(Sampler):
         return found | {name for name in ends if name not in stored or name.rpartition("/")[2] != "terminated"}
 
     def firsts(self, picked: Selection) -> np.ndarray:
-        """Which rows of a batch are the first of a slice, bool (n,)."""
+        """Marks rows of a batch that are the first of a slice, bool (n,)."""
         first = np.zeros_like(picked.fields[INSIDE])
         first[:, 0] = True
         return np.asarray(self.flat(picked, first))
 
     def lasts(self, picked: Selection) -> np.ndarray:
-        """Which rows of a batch are the last of a slice, bool (n,)."""
+        """Marks rows of a batch that are the last of a slice, bool (n,)."""
         last = picked.fields[INSIDE].copy()
         last[:, :-1] &= ~last[:, 1:]
         return np.asarray(self.flat(picked, last))
@@ -175,14 +179,14 @@ class SliceSampler(Sampler):
 
 @set_module("rlstructs.replay")
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
-    """Draws slices of episodes, whose first rows are drawn in proportion to their priorities.
+    """Draws slices of episodes in proportion to their first rows' priorities.
 
     A slice begins with a row that is followed by enough rows of its episode; without `strict_length`, also with the
     first row of a shorter episode. Every step of a slice has the `priority_weight` of its first row.
 
     Args:
-        max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: as of `PrioritizedSampler`.
-        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
+        max_capacity, alpha, beta, eps, reduction, dtype, max_priority_within_buffer: see `PrioritizedSampler`.
+        num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: see
             `SliceSampler`.
     """
 
@@ -219,13 +223,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     """Draws one slice of every episode, in random order, and then begins again.
 
-    A pass is over the episodes that are there when it begins, the unfinished one included. The slice of an episode is
-    one of its windows, each with equal probability. An episode of which no slice is left when its turn comes is
-    left out.
+    A pass is over the episodes that exist when it begins, the unfinished one included. The slice of an episode is one
+    of its windows, each with equal probability. An episode is left out if it has no slice any more when its turn comes.
 
     Args:
         drop_last: whether a pass ends before a batch that would have fewer slices.
-        shuffle: whether the order is random; otherwise it is that of the episodes in the buffer.
+        shuffle: whether the order is random; otherwise it is the order of the episodes in the buffer.
         replacement: must be False.
         num_slices, slice_len, end_key, traj_key, strict_length, pad_output, truncated_key, init_key: as of
             `SliceSampler`.
@@ -260,7 +263,10 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         return Selection(rows, view, {INSIDE: inside})
 
     def _latest(self, view: View, length: int) -> np.ndarray:
-        """The latest step with which a slice of each episode may begin, int64 (n_episodes,)."""
+        """Finds the latest first step of a slice of each episode.
+
+        Returns int64 (n_episodes,).
+        """
         low = int(view.low[0])
         begins = np.flatnonzero(view.depths(view.every_row()) == 0)
         bounds = np.unique(np.concatenate([[0], begins, [view.total]]))
@@ -274,5 +280,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
 
 
 def parent_of(name: str) -> str:
-    """The name of a column without its last part: "next/" for `next/done`, "" for `done`."""
+    """Returns the name of a column without its last part.
+
+    "next/" for `next/done`, "" for `done`.
+    """
     return name[: name.rfind("/") + 1]

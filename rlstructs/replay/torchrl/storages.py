@@ -1,4 +1,4 @@
-"""Storages of a `DictTensorReplayBuffer`: settings that say where its rows are stored."""
+"""Storages of a `DictTensorReplayBuffer`: settings for the place of its rows."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ AUTO = "auto"
 
 
 def check_host(device: Any, what: str) -> None:
-    """Raises SpecError if the device is not the CPU; `what` says what is there."""
+    """Raises SpecError if the device is not the CPU.
+
+    `what` says, for the message, what is on the CPU.
+    """
     if device not in (None, AUTO) and torch.device(device).type != "cpu":
         raise SpecError(f"device must be the CPU, where {what}, got {device}; give that to the buffer")
 
 
 class ReplayStorage(Part):
-    """Base class of the storages. By index it has the rows of its buffer as they are stored, without transforms.
+    """Base class of the storages.
+
+    By index it has the rows of its buffer as they are stored, without transforms.
 
     Attributes:
         max_size: largest number of rows.
-        capacity: number of rows that there is room for at first.
+        capacity: the number of rows that fit at first.
         data: rows to begin with; None for none.
         device: where the rows are; None for the host.
     """
@@ -56,7 +61,10 @@ class ReplayStorage(Part):
             raise SpecError(f"ndim must be 1, got {ndim}: rows have one axis; extend a TemporalDictTensor by its steps")
 
     def __len__(self) -> int:
-        """Number of rows in the buffer; without a buffer, number of rows to begin with."""
+        """Returns the number of rows in the buffer.
+
+        Without a buffer it is the number of rows to begin with.
+        """
         if self.owner is not None:
             return len(self.owner)
         return 0 if self.data is None else take_rows(self.data, type(self).__name__).n
@@ -88,22 +96,25 @@ class ReplayStorage(Part):
         return self.max_size
 
     def columns(self) -> Columns | None:
-        """New columns for the rows; None for columns in ordinary memory."""
+        """Makes new columns for the rows; None for columns in ordinary memory."""
         return None
 
     def settle(self, values: Mapping[str, Any]) -> bool:
-        """Takes settings from the first rows; returns whether they need other columns than there are."""
+        """Takes settings from the first rows.
+
+        Returns whether the rows need other columns than the present ones.
+        """
         return False
 
     def renew(self, columns: Columns) -> Columns:
-        """Empty columns of the same capacity, which may replace these."""
+        """Makes empty columns of the same capacity, which may replace these."""
         return self.columns() or LinkedColumns(1, columns.capacity)
 
     def discard(self, columns: Columns) -> None:
-        """Removes what these columns, which were replaced, have in files."""
+        """Removes the files of columns that were replaced."""
 
     def capacity_for(self, n_rows: int) -> int:
-        """The capacity for so many rows."""
+        """Returns the capacity for `n_rows` rows."""
         return self.capacity
 
     def _shown(self) -> dict[str, Any]:
@@ -112,7 +123,9 @@ class ReplayStorage(Part):
 
 @set_module("rlstructs.replay")
 class ListStorage(ReplayStorage):
-    """Memory that grows twofold when it is full. Rows have one schema, and are copies of what was given.
+    """Memory that doubles when it is full.
+
+    Rows have one schema, and are copies of the given ones.
 
     Args:
         max_size: largest number of rows; None for no limit.
@@ -151,9 +164,9 @@ class TensorStorage(ReplayStorage):
     """Memory for all rows, allocated with the first one; also called `LazyTensorStorage`.
 
     Args:
-        storage: largest number of rows; or rows to begin with, which are copied: whatever `extend` takes.
-        max_size: largest number of rows; None for that of `storage`.
-        device: of the rows; None for the host, "auto" for that of the first rows.
+        storage: largest number of rows; or rows to begin with, in any form that `extend` takes, which are copied.
+        max_size: largest number of rows; None for the number given by `storage`.
+        device: of the rows; None for the host, "auto" for the device of the first rows.
         ndim: must be 1.
         compilable: changes nothing, as nothing is compiled.
         others: further arguments of torchrl's, which change nothing or must be False.
@@ -273,7 +286,7 @@ class FolderColumns(LinkedColumns):
         super().__init__(1, capacity, LANE, folder)
 
     def available_bytes(self) -> int | None:
-        """Free bytes on the disk of the folder."""
+        """Returns the free bytes on the disk of the folder."""
         return shutil.disk_usage(self.folder.made()).free
 
     def remove(self) -> None:
@@ -284,7 +297,7 @@ class FolderColumns(LinkedColumns):
 
 
 def find_device(values: Mapping[str, Any]) -> torch.device | None:
-    """The device of the tensors among these values; None for the host."""
+    """Finds the device of the tensors among these values; None for the host."""
     devices = (value.device for value in values.values() if isinstance(value, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), None)
 

@@ -1,4 +1,7 @@
-"""Makes `TensorDict`s of tensordict from batches, where the rows of a buffer came as such."""
+"""Makes `TensorDict`s from batches if a buffer's rows came so.
+
+`TensorDict` is the class of the package tensordict.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def is_tensordict(batch: Any) -> bool:
 
 
 def refuse_tensorclass(batch: Any, owner: str) -> None:
-    """Raises TypeError for an object of a `tensorclass` of tensordict: it has keys, but `[]` does not take them."""
+    """Raises TypeError for an object of tensordict's `tensorclass`.
+
+    It has keys, but `[]` does not take them.
+    """
     module = sys.modules.get("tensordict")
     if module is not None and module.is_tensorclass(batch):
         kind = type(batch).__name__
@@ -33,9 +39,9 @@ def refuse_tensorclass(batch: Any, owner: str) -> None:
 
 
 def find_axes(batch: Any, n_more: int = 0) -> Axes | None:
-    """The batch axes of a `TensorDict`, and `n_more` in front; of a list of them, each a row, one more.
+    """Counts the batch axes of a `TensorDict`, and `n_more` in front.
 
-    None for anything else that rows may come as, and if there is no axis.
+    A list of them, each a row, has one more. None for rows in any other form, and if there is no axis.
     """
     if isinstance(batch, Sequence) and batch and all(map(is_tensordict, batch)):
         return find_axes(batch[0], n_more + 1)
@@ -51,7 +57,7 @@ def restore_form(batch: Any, axes: Axes | None, n_axes: int = 1) -> Any:
 
     Args:
         batch: a `DictTensor`; anything else is returned as it is.
-        axes: as of `find_axes`; None to return the batch as it is.
+        axes: the result of `find_axes`; None to return the batch as it is.
         n_axes: number of axes in place of the first one.
     """
     if axes is None or not isinstance(batch, DictTensor):  # a file may be loaded with another framework
@@ -60,7 +66,10 @@ def restore_form(batch: Any, axes: Axes | None, n_axes: int = 1) -> Any:
 
 
 def _to_tensordict(batch: DictTensor, axes: Axes) -> Any:
-    """Converts a batch to a `TensorDict`; tensors with fewer axes than the batch are expanded without a copy."""
+    """Converts a batch to a `TensorDict`.
+
+    Tensors with fewer axes than the batch are expanded without a copy.
+    """
     n_axes, tree = axes[""], dict(batch.items())
     sizes = next((tensor.shape[:n_axes] for tensor in tree.values() if tensor.ndim >= n_axes), (batch.n_elems(),))
     if any(tensor.ndim < len(sizes) for tensor in tree.values()):

@@ -46,7 +46,9 @@ class Transform:
 
 @set_module("rlstructs.replay")
 class Compose(Transform):
-    """Several transforms, one after another; rows that are written pass through them in reverse order.
+    """Several transforms, one after another.
+
+    Rows that are written pass through them in reverse order.
 
     Args:
         transforms: each a `Transform`, or any function of a batch that returns one, such as a module of torch; if it
@@ -99,7 +101,7 @@ class Compose(Transform):
         return len(self._transforms)
 
     def __getitem__(self, index: int) -> Any:
-        """The `index`-th transform, as it was given."""
+        """Returns the `index`-th transform, as it was given."""
         found = self._transforms[index]
         return found.function if isinstance(found, FunctionTransform) else found
 
@@ -147,10 +149,12 @@ def as_transform(given: Any) -> Transform:
 
 
 def compose(given: Any) -> Compose:
-    """Makes the transforms of a buffer from a `Compose`, another transform, or None for none.
+    """Makes the transforms of a buffer from one, or from None.
+
+    A `Compose` is returned as it is; None stands for no transforms.
 
     Raises:
-        TypeError: it is no transform.
+        TypeError: it is not a transform.
     """
     if type(given) is Compose:  # an instance of a subclass is one transform
         return given

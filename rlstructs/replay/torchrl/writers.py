@@ -38,7 +38,7 @@ class Writer(Part):
     keeps_order = True
 
     def check(self, values: Block, n: int, specs: Mapping[str, Any]) -> None:
-        """Raises what `write` would raise, before anything changes.
+        """Raises the errors that `write` would raise, before anything changes.
 
         Args:
             values: name -> (n, ...), as they were given.
@@ -53,10 +53,10 @@ class Writer(Part):
             storage: the store.
             block: name -> (1, n, ...), in the form that columns take.
             n: number of rows.
-            done, starts: bool (1, n), as of `Storage.write`.
+            done, starts: bool (1, n); see `Storage.write`.
 
         Returns:
-            The row ids, int64 (n,), -1 for rows that were not kept; and those of rows that were replaced.
+            The row ids, int64 (n,), -1 for rows that were not kept; and the row ids of replaced rows.
         """
         raise NotImplementedError
 
@@ -64,11 +64,14 @@ class Writer(Part):
         """Raises StateError if nothing may be changed."""
 
     def changed(self) -> None:
-        """Called after something else has changed the store."""
+        """Is called after something else has changed the store."""
 
 
 def _separate_episodes(storage: Storage, rows: np.ndarray) -> None:
-    """Makes each of these rows of a store of one lane an episode of its own."""
+    """Makes each of these rows an episode of its own.
+
+    The store has one lane.
+    """
     episodes, newest = storage.episodes, len(storage) - 1
     if episodes is None or (episodes.begin(rows) & episodes.end(rows)).all():
         return
@@ -83,7 +86,10 @@ def _separate_episodes(storage: Storage, rows: np.ndarray) -> None:
 
 
 def _append(storage: Storage, block: Block, n: int, done: Marks, starts: Marks) -> np.ndarray:
-    """Appends rows to a store of one lane, and returns their ids, -1 for those that the last ones overwrote."""
+    """Appends rows to a store of one lane, and returns their ids.
+
+    The id is -1 for rows that the last ones overwrote.
+    """
     head, capacity = int(storage.ring.head[0]), storage.columns.capacity
     storage.write(block, done=done, starts=starts)
     rows = storage.columns.at_steps(0, head + np.arange(n))
@@ -95,7 +101,7 @@ def _append(storage: Storage, block: Block, n: int, done: Marks, starts: Marks) 
 class RoundRobinWriter(Writer):
     """Appends rows; in a full buffer each overwrites the oldest one.
 
-    Of more rows than the buffer has room for, the last are kept.
+    If there are more rows than the buffer has room for, the last are kept.
 
     Args:
         compilable: changes nothing, as nothing is compiled.
@@ -131,9 +137,10 @@ class ImmutableWriter(Writer):
 
 @set_module("rlstructs.replay")
 class MaxValueWriter(Writer):
-    """Keeps the rows of the highest rank: in a full buffer a row replaces the lowest one if it is higher.
+    """Keeps the rows of the highest rank.
 
-    The rows have no order: each is an episode of its own.
+    In a full buffer a row replaces the lowest one if it is higher. The rows have no order: each is an episode of its
+    own.
 
     Args:
         rank_key: the column of the rank; None for the reward, `next/reward` if there are two.
@@ -169,7 +176,7 @@ class MaxValueWriter(Writer):
         return found[0]
 
     def _rank(self, values: Block) -> np.ndarray:
-        """The ranks of rows, float64 (n,)."""
+        """Computes the ranks of rows, float64 (n,)."""
         key = self._key(values)
         array = host_array(key, values[key])
         if array.dtype.kind not in "biuf":
@@ -203,7 +210,10 @@ class MaxValueWriter(Writer):
         return rows, np.array(list(taken), np.int64)
 
     def _choose_places(self, known: np.ndarray, ranks: np.ndarray, since: int) -> dict[int, int]:
-        """Row id -> which of the new rows, from the `since`-th on, replaces this row; updates the known ranks."""
+        """Chooses the rows that new rows replace; updates the known ranks.
+
+        Row id -> number of the new row that replaces it. New rows count from the `since`-th on.
+        """
         taken: dict[int, int] = {}
         self._refill(known)
         above = since + np.flatnonzero(ranks[since:] > self._lowest[0][0])
@@ -220,7 +230,10 @@ class MaxValueWriter(Writer):
         return taken
 
     def _refill(self, known: np.ndarray) -> None:
-        """Finds the lowest rows, by rank and then by row id, unless some are known."""
+        """Finds the lowest rows, by rank and then by row id.
+
+        Does nothing if some are known.
+        """
         if self._lowest:
             return
         n = min(N_LOWEST, known.size)
@@ -231,7 +244,10 @@ class MaxValueWriter(Writer):
         self._bound = self._lowest[-1]
 
     def _find_ranks(self, storage: Storage) -> np.ndarray:
-        """The ranks of the rows in the store, which are read again after something else has changed it."""
+        """Returns the ranks of the rows in the store.
+
+        They are read again after something else has changed it.
+        """
         if self._ranks is None:
             key = self._key(storage.columns.specs)
             [values] = storage.gather([key], np.arange(len(storage)))  # rows fill the slots from the first one on
@@ -239,7 +255,7 @@ class MaxValueWriter(Writer):
         return self._ranks
 
     def _rank_columns(self, storage: Storage, values: Block) -> np.ndarray:
-        """The ranks of rows in the form that columns have."""
+        """Computes the ranks of rows in the form that columns have."""
         key = self._key(values)
         held = to_host(storage.columns, key, values[key])
         numbers = from_bits(np.ascontiguousarray(held)) if storage.columns.specs[key].is_bfloat16 else held
