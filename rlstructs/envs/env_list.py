@@ -299,25 +299,26 @@ class EnvList:
                     result = env.step(action)
                     observation, rewards[row], terminated, truncated, info = result
                     if terminated or truncated or info or takes_all:
-                        observation = self._take_result(row, env, result, rewards, shared)
+                        observation = self._take_result(row, result, rewards, shared)
                     observations.append(observation)
                 break
             except Exception as error:
                 k = self._find_index(row)
                 explain_step_error(error, result, self._envs[k], first + k, self._lives.name_step(k))
                 observation, rewards[row] = self._fail(row, k, error)
-                observations.append(observation)
                 if shared is not None:
                     shared.clear()
+                    observation = self._keep(row, observation)
+                observations.append(observation)
         if shared is not None:
             self._have_own_memory = len(shared) == len(self._envs) and self._find_own_memory(shared)
         return observations
 
-    def _take_result(self, row: int, env: Any, result: Any, rewards: Any, shared: list[tuple[Any, Any]] | None) -> Any:
+    def _take_result(self, row: int, result: Any, rewards: Any, shared: list[tuple[Any, Any]] | None) -> Any:
         """Takes the result of a step that is not an ordinary one; returns its observation.
 
         Args:
-            row, env, result: of the step.
+            row, result: of the step.
             rewards: where its reward stands.
             shared: the observations and rewards so far, as environments gave them; None if they share no memory.
         """
@@ -326,7 +327,8 @@ class EnvList:
             shared.append((observation, reward))
         if terminated or truncated:
             if type(terminated) is not bool or type(truncated) is not bool:
-                check_step(result, env, self._first + self._find_index(row))
+                k = self._find_index(row)
+                check_step(result, self._envs[k], self._first + k)
             rewards[row] = reward = copy_value(reward)  # before a reset writes into it
             observation = self._end(row, observation, reward, terminated, truncated, info)
         elif info or self._takes_all_infos:

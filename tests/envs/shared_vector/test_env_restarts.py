@@ -71,6 +71,16 @@ def test_an_episode_is_truncated_where_its_environment_fails_and_the_others_go_o
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
+def test_the_first_observation_of_a_life_is_shown_whichever_step_failed(n_workers):
+    faults = once(1, 1), once(2, 2), once(3, 3)  # in the first step, and in steps just after another failure
+    with vector(*faults, n_workers=n_workers, autoreset_mode=AutoresetMode.SAME_STEP) as envs:
+        envs.reset(seed=0)
+        for k in (1, 2, 3):
+            seen, _, _, truncated, _ = envs.step(np.zeros(N, int))
+            assert places(seen)[k] == (1, 0, 0) and np.flatnonzero(truncated).tolist() == [k]
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_environment_that_fails_in_a_reset_is_reset_anew(mode, n_workers):
     faults = once(1, 0, "reset"), once(2, 2, "reset")
