@@ -208,7 +208,8 @@ class Layout:
     def tree(self) -> dict[str, Any]:
         """The tensors by name, with the two tables."""
         mask = torch.ones_like(self.index, dtype=torch.bool) if self.mask is None else self.mask
-        sizes = torch.tensor([self.n_timesteps, self.max_seqlen], device=self.device)
+        # The last tells a pack that was split, even if all of its steps count, from a whole one.
+        sizes = torch.tensor([self.n_timesteps, self.max_seqlen, self.mask is not None], device=self.device)
         tensors = (self.cu_seqlens, mask, self.index, self.row_lengths, sizes, self.first_steps)
         tables = {"segments": self.segments._tree(), "info": self.info._tree()}
         return {**tables, **dict(zip(NAMES, tensors, strict=True))}
@@ -221,19 +222,21 @@ class Layout:
         if not isinstance(first, torch.Tensor):
             first = index.new_full((len(cu_seqlens) - 1,), first)
         tables = DictTensor.trusted(tree["segments"]), DictTensor.trusted(tree["info"])
-        n_timesteps, longest = sizes.tolist()
-        return cls(cu_seqlens, *tables, index, row_lengths, first, n_timesteps, longest, mask)
+        n_timesteps, longest, is_part = sizes.tolist()
+        return cls(cu_seqlens, *tables, index, row_lengths, first, n_timesteps, longest, mask if is_part else None)
 
-    def check(self) -> None:
+    def check(self, mask: torch.Tensor) -> None:
         """Raises SpecError unless the parts fit together: they come from a file or another library."""
-        cu, index, mask = self.cu_seqlens, self.index, self.mask
-        if cu.ndim != 1 or not len(cu) or int(cu[0]) or int(cu[-1]) != self.n_steps or bool((cu.diff() < 0).any()):
+        cu, index = self.cu_seqlens, self.index
+        if not len(cu) or int(cu[0]) or int(cu[-1]) != self.n_steps or bool((cu.diff() < 0).any()):
             raise SpecError(f"PackedTrajectories: cu_seqlens must rise from 0 to {self.n_steps}, got {show(cu)}")
         n_cells = len(self.row_lengths) * self.n_timesteps
-        if index.ndim != 1 or bool(((index < FILLER) | (index >= n_cells)).any()):
+        if bool(((index < FILLER) | (index >= n_cells)).any()):
             raise SpecError(f"PackedTrajectories: index must be int64 (N,) in [-1, {n_cells}), got {show(index)}")
-        if mask is None or mask.dtype != torch.bool or mask.shape != index.shape or bool((index[mask] == FILLER).any()):
+        if mask.shape != index.shape or bool((index[mask] == FILLER).any()) or (self.mask is None and not mask.all()):
             raise SpecError("PackedTrajectories: mask must be bool (N,), and False in steps that fill up")
+        if self.max_seqlen < max(cu.diff().tolist(), default=0):
+            raise SpecError(f"PackedTrajectories: max_seqlen is {self.max_seqlen}, less than the longest segment has")
         if set(self.segments) != set(TABLE):
             raise SpecError(f"PackedTrajectories: segments has {sorted(self.segments)}, expected {sorted(TABLE)}")
         for key, tensor in (*self.segments.items(), *self.info.items(), (FIRST_STEPS, self.first_steps)):

@@ -13,7 +13,7 @@ from rlstructs.errors import SpecError
 from rlstructs.structures import segments as seg
 from rlstructs.structures.arrays import as_array
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.interop import map_tree
+from rlstructs.structures.interop import map_tree, to_tensordict
 from rlstructs.structures.pack_layout import NAMES, SHOWN, Layout
 from rlstructs.structures.segments import BY, FILLER, STATE, Piece
 from rlstructs.structures.temporal_dict_tensor import FIRST_STEPS, TemporalDictTensor
@@ -165,9 +165,10 @@ _observation/done=(4,) bool)
             TypeError: the value is not a tensor; nothing changes.
             SpecError: it has another number of steps or another device; nothing changes.
         """
-        [(key, value)] = flatten({key: value}, "PackedTrajectories").items()
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"set: {key!r} must be a torch.Tensor, got {type(value).__name__}")
         self._layout.check_steps("set", key, value)
-        self._tensors = {**self._tensors, key: value}
+        self._tensors = {**self._tensors, **flatten({key: value}, "set")}
         return self
 
     def causal_mask(self, window: int | None = None) -> torch.Tensor:
@@ -225,8 +226,12 @@ _observation/done=(4,) bool)
         """Steps (N, ...) in the order of this pack, of what a network returned for an `as_packed_sequence`.
 
         Raises:
+            TypeError: it is no packed sequence, such as the pair of outputs and states that an LSTM returns.
             SpecError: the sequence is one of other segments.
         """
+        if not isinstance(sequence, PackedSequence):
+            got = type(sequence).__name__
+            raise TypeError(f"from_packed_sequence: expected the PackedSequence of a network's outputs, got {got}")
         form = self._layout.time_major()
         if not torch.equal(sequence.batch_sizes, form.batch_sizes):
             raise SpecError(
@@ -291,7 +296,7 @@ _observation/done=(4,) bool)
         self, context: int | None, states: Mapping[str, str] | None, size: int
     ) -> tuple[int | None, Mapping[str, str]]:
         """Checks how `split` may cut, None for not at all; which key each part of the state is read from."""
-        read = {STATE + name: key for name, key in (states or {}).items()}
+        read = {STATE + name: key for name, key in seg.check_states("split", states).items()}
         for name, key in read.items():
             cell = tuple(self.info[name].shape[1:])
             if self[key].shape[1:].numel() != self.info[name].shape[1:].numel():
@@ -408,6 +413,13 @@ _observation/done=(4,) bool)
         """The tree, and what follows from it, for those who compute in other libraries."""
         return {**self._content(), **{name: getattr(self, name) for name in DERIVED}}
 
+    def to_tensordict(self) -> Any:
+        """A `tensordict.TensorDict` of the same tensors, not copied, without batch axes.
+
+        A key with `/` becomes a key of a nested TensorDict. Needs the extra `tensordict`.
+        """
+        return to_tensordict(self._shown(), ())
+
     def _content(self) -> dict[str, Any]:
         """The tree without the count of a batcher, which begins anywhere."""
         tree = self._tree()
@@ -437,8 +449,10 @@ _observation/done=(4,) bool)
             elif name not in DERIVED:
                 raise SpecError(f"{cls._kind}: unknown entry {name!r}")
         check_same_keys(cls._kind, (*GROUPS, *SHOWN), found.keys() - {FIRST_STEPS})
+        if found["sizes"].shape != (3,):
+            raise SpecError(f"{cls._kind}: 'sizes' must have shape (3,), got {show(found['sizes'])}")
         made = cls._from_trusted(found)
-        made._layout.check()
+        made._layout.check(found["mask"])
         for key, tensor in made.items():
             made._layout.check_steps(cls._kind, repr(key), tensor)
         return made

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rlstructs.checks import UNKNOWN
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.frameworks.dtypes import CARRIERS
+from rlstructs.frameworks.dtypes import CARRIERS, dtype_name
 from rlstructs.structures.arrays import as_array, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -292,6 +292,17 @@ def clear_states(info: DictTensor, continues: torch.Tensor) -> DictTensor:
     return DictTensor.trusted({**dict(info.items()), **cleared})
 
 
+def check_states(owner: str, states: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Which key each part of the agent's state is read from.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if states is not None and not isinstance(states, Mapping):
+        raise TypeError(f"{owner}: states must map parts of the agent's state to keys, got {states!r}")
+    return states or {}
+
+
 def grow(tensor: torch.Tensor, n: int) -> torch.Tensor:
     """A tensor with n rows of zeros behind it."""
     return torch.cat([tensor, tensor.new_zeros((n, *tensor.shape[1:]))]) if n else tensor
@@ -311,11 +322,18 @@ def group(drawn: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[l
         yield group
 
 
-def widen(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The layout's own dtype of a tensor of it: jax has only 32 bits by default."""
-    if name == "cu_seqlens":
-        return tensor.int()
-    return tensor.long() if tensor.dtype == torch.int32 else tensor
+def widen(name: str, tensor: Any) -> torch.Tensor:
+    """A tensor of a layout in its own dtype: jax has only 32 bits by default.
+
+    Raises:
+        SpecError: it has another number of axes, or no dtype that is widened.
+    """
+    wanted = {"cu_seqlens": torch.int32, "mask": torch.bool}.get(name, torch.int64)
+    dtypes = (wanted,) if wanted == torch.bool else (torch.int32, torch.int64)
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 or tensor.dtype not in dtypes:
+        got = show(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise SpecError(f"PackedTrajectories: {name!r} must be {dtype_name(wanted)} with one axis, got {got}")
+    return tensor.to(wanted)
 
 
 def move(segments: DictTensor, begins: torch.Tensor) -> DictTensor:

@@ -241,6 +241,8 @@ def test_wrong_splits_say_what_is_wrong():
         pack.split(4, states={"c": "action/h"})
     with pytest.raises(SpecError, match=r"'n' is \(14,\) int64, expected \(14, 3\) as of 'agent_state/h'"):
         pack.split(4, states={"h": "n"})
+    with pytest.raises(TypeError, match="split: states must map parts of the agent's state to keys, got 'h'"):
+        pack.split(4, states="h")
     with pytest.raises(SpecError, match="split: this pack has been split"):
         pack.split(4, context=0)[0].split(2)
 
@@ -268,6 +270,8 @@ def test_a_packed_sequence_of_other_segments_is_refused():
     one, other = make_batch(0).packed(), make_batch(1).packed()
     with pytest.raises(SpecError, match="from_packed_sequence: expected one of n_steps="):
         one.from_packed_sequence(other.as_packed_sequence("n"))
+    with pytest.raises(TypeError, match="expected the PackedSequence of a network's outputs, got tuple"):
+        one.from_packed_sequence((one.as_packed_sequence("n"), torch.zeros(3)))
     with pytest.raises(SpecError, match="there is no step"):
         make_batch(0, 0).packed().as_packed_sequence("n")
 
@@ -404,6 +408,36 @@ def test_join_does_not_bridge_what_is_missing():
 # As a structure
 
 
+@pytest.mark.parametrize(
+    "how", ["clone", "to", "deepcopy", "pickle", "npz", "h5", "numpy", "jax", "warp", "tensordict"]
+)
+def test_copies_of_whole_packs_can_be_split_and_joined_and_those_of_parts_cannot(how, tmp_path):
+    def copied(pack):
+        if how in ("npz", "h5"):
+            pack.save(tmp_path / f"pack.{how}")
+            return PackedTrajectories.load(tmp_path / f"pack.{how}")
+        if how in ("numpy", "jax", "warp", "tensordict"):
+            name = "to_tensordict" if how == "tensordict" else how
+            return getattr(PackedTrajectories, f"from_{how}")(getattr(pack, name)())
+        if how == "pickle":
+            return pickle.loads(pickle.dumps(pack))
+        return copy.deepcopy(pack) if how == "deepcopy" else pack.to("cpu") if how == "to" else pack.clone()
+
+    if how in ("jax", "tensordict"):
+        pytest.importorskip(how)
+    whole = make_batch(9).packed("episode")
+    other = copied(whole)
+    for mine, theirs in zip(other.split(4, context=1), whole.split(4, context=1), strict=True):
+        assert torch.equal(mine["observation/frame"], theirs["observation/frame"])
+        assert torch.equal(mine.mask(), theirs.mask())
+    assert sum(map(len, other.minibatches(4, by="segment"))) == len(whole)
+    assert len(PackedTrajectories.join([other, other])) == 2 * len(whole)
+    # The first is full, so that all of its steps count.
+    for part in whole.split(4, context=0)[0], whole.split(16)[0]:
+        with pytest.raises(SpecError, match="has been split"):
+            copied(part).split(2, context=0)
+
+
 def test_packs_are_structures(tmp_path):
     batch = make_batch(9)
     for pack in (batch.packed("episode"), batch.packed().split(5, context=2)[0], make_batch(9, 0).packed()):
@@ -453,6 +487,10 @@ def test_unpack_refuses_what_is_not_of_this_pack():
         )
     with pytest.raises(SpecError, match=r"set: x is \(1,\) float32"):
         pack.set("x", torch.zeros(1))
+    for wrong in ({}, {"y": torch.zeros(n)}, [0.0] * n):
+        with pytest.raises(TypeError, match=f"set: 'x' must be a torch.Tensor, got {type(wrong).__name__}"):
+            pack.set("x", wrong)
+    assert pack == one.packed()
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens", "mask", "index", "segments", "sizes"])
@@ -469,3 +507,14 @@ def test_damaged_trees_are_refused(name):
         tree[name] = tree[name][:-1]
     with pytest.raises(SpecError if name != "sizes" else MissingKeyError):
         PackedTrajectories.from_numpy(tree)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "mask", "index", "row_lengths", "sizes"])
+def test_parts_of_other_dtypes_and_shapes_are_refused(name):
+    tree = make_batch(0).packed().numpy()
+    for wrong in (tree[name].astype(np.float32), tree[name][None], {"x": tree[name]}):
+        with pytest.raises(SpecError, match=f"PackedTrajectories: '{name}' must be (int|bool).* with one axis, got "):
+            PackedTrajectories.from_numpy({**tree, name: wrong})
+    for sizes, what in (([6, 6], "'sizes' must have shape"), ([6, 0, 0], "max_seqlen is 0"), ([-1, 6, 0], "index")):
+        with pytest.raises(SpecError, match=what):
+            PackedTrajectories.from_numpy({**tree, "sizes": np.array(sizes)})

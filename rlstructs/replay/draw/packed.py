@@ -14,7 +14,7 @@ from rlstructs.replay.draw.plan import Picker, Selection, Viewed
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.pack_layout import Layout
 from rlstructs.structures.packed import PackedTrajectories
-from rlstructs.structures.segments import STATE, grow, take_steps
+from rlstructs.structures.segments import STATE, check_states, grow, take_steps
 
 # Fields of a selection: which rows are part of the window, bool (n, W), the drawn row, int64 (n,), and whether the
 # window begins after its episode, bool (n,).
@@ -52,7 +52,7 @@ class PackedWindows(NamedTuple):
             raise SpecError(
                 f"packed: max_steps must be at least {length + context}, a window and its context, got {max_steps}"
             )
-        return cls(length, context, max_steps, states or {})
+        return cls(length, context, max_steps, check_states("packed", states))
 
     def select(self, storage: Viewed, picker: Picker, n: int, rng: np.random.Generator) -> Selection:
         """Draws `n` windows, (n, context + length); rows that are not held repeat the first or the last that is."""
