@@ -53,7 +53,7 @@ class Steps:
         Where `goes_on` is False, x is V(s_{t+1}).
         """
         backed_up = self.up_to_cuts()
-        backed_up[:, :-1] += self.carry[:, :-1] * following[:, 1:]
+        backed_up[:, :-1] += torch.where(self.goes_on[:, :-1], self.carry[:, :-1] * following[:, 1:], 0)
         return backed_up
 
 
@@ -107,7 +107,7 @@ def _weight(given: Given, value: Weight) -> Weight:
 def _recurrence_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Computes x_t = a_t + b_t x_{t+1} in place of `a`, (B, T).
 
-    The last b of a row counts as 0.
+    The last b of a row counts as 0, and where b is 0 what follows is left out, were it NaN: it is another episode.
 
     It takes log2(T) rounds: x_t, the sum of its first `reach` terms, adds those of x_{t+reach} times the b in between.
     A loop over T takes 2 to 30 times as long (benchmarks/returns.py).
@@ -115,7 +115,7 @@ def _recurrence_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     n_timesteps, reach = a.shape[1], 1
     b = b[:, :-1]
     while reach < n_timesteps:
-        a[:, :-reach] += b * a[:, reach:]
+        a[:, :-reach] += (b * a[:, reach:]).masked_fill(b == 0, 0)
         b = b[:, :-reach] * b[:, reach:]
         reach *= 2
     return a

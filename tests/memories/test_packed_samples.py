@@ -157,6 +157,14 @@ def test_a_fed_memory_gives_packs_while_workers_write():
             batcher.wait()
 
 
+def test_windows_take_no_more_memory_than_their_episodes():
+    memory, other = make_memory(RandomMemory, 40), make_memory(RandomMemory, 40)
+    pack = memory.sample(NAMES, 9, sequence_length=10**12, packed=True, context=10**12)
+    wanted = other.sample(NAMES, 9, sequence_length=SIZE, packed=True, context=SIZE)
+    assert all(torch.equal(pack[name], wanted[name]) for name in NAMES)
+    assert torch.equal(pack.cu_seqlens, wanted.cu_seqlens) and torch.equal(pack.mask(), wanted.mask())
+
+
 def test_wrong_arguments_are_named():
     memory = make_memory(RandomMemory, 9)
     with pytest.raises(SpecError, match="max_steps must be at least 7, a window and its context, got 6"):
@@ -167,6 +175,8 @@ def test_wrong_arguments_are_named():
         memory.sample(NAMES, 4, packed=True, n_step=3)
     with pytest.raises(SpecError, match="leave mini_batches and episode_ends out"):
         memory.sample(NAMES, 4, 2, packed=True)
+    with pytest.raises(TypeError, match="packed: states must map parts of the agent's state to keys, got 'h'"):
+        memory.sample(NAMES, 4, packed=True, states="h")
     with pytest.raises(MissingKeyError, match="no tensor 'c'"):
         memory.sample(NAMES, 4, packed=True, states={"c": "c"})
     plain = RandomMemory(memory_size=4, device="cpu")

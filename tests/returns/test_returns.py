@@ -401,6 +401,23 @@ def test_padding_counts_for_nothing_whatever_it_holds():
     torch.testing.assert_close(returns[:1, :3], discounted_returns(**short, gamma=GAMMA))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@functions
+def test_what_is_not_finite_stays_in_its_episode(function, value):
+    arguments = numbers(4, 8)
+    arguments["terminated"][:, 4] = True
+    wanted = call(function, arguments)
+    arguments["rewards"][2, 5] = value
+    packed = {k: v.flatten() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    bounds = torch.arange(5, dtype=torch.int32) * 8
+    of_pack = function(**{name: packed[name] for name in (*COMMON, *EXTRA[function])}, cu_seqlens=bounds)
+    others = torch.ones(4, 8, dtype=torch.bool)
+    others[2, 5:] = False
+    for found in (call(function, arguments), of_pack if isinstance(of_pack, tuple) else (of_pack,)):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.view(4, 8)[others], other[others])
+
+
 def test_a_batch_without_ends_is_refused():
     with pytest.raises(MissingKeyError, match=r"^TemporalDictTensor: no key '_observation/terminated', there are "):
         transitions(TemporalDictTensor({"_observation/reward": torch.zeros(1, 2)}))

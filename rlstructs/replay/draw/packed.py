@@ -55,12 +55,12 @@ class PackedWindows(NamedTuple):
         return cls(length, context, max_steps, check_states("packed", states))
 
     def select(self, storage: Viewed, picker: Picker, n: int, rng: np.random.Generator) -> Selection:
-        """Draws `n` windows, (n, context + length); rows that are not held repeat the first or the last that is."""
+        """Draws `n` windows, (n, W) for the longest; rows that are not held repeat the first or the last that is."""
         view = storage.view()
         anchors, fields = picker.pick(view, n, rng)
-        offsets = np.arange(-self.context, self.length)
         before = np.minimum(view.depths(anchors), self.context)[:, None]
         after = np.minimum(view.remaining(anchors), self.length)[:, None]
+        offsets = np.arange(-before.max(), after.max())
         rows = view.columns.shifted(anchors[:, None], np.clip(offsets, -before, after - 1))
         held = (offsets >= -before) & (offsets < after)
         fields[HELD], fields["mask"], fields["is_first"] = held, held & (offsets >= 0), view.begin(rows) & held
@@ -72,7 +72,7 @@ class PackedWindows(NamedTuple):
 
         Args:
             picked: of `select`.
-            tensors: its rows by name, (n, context + length, ...).
+            tensors: its rows by name, (n, W, ...).
 
         Returns:
             The selection of the rows (N, 1) in the pack, without those that only fill it up; and the pack, with a
