@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, overload
 
 import torch
@@ -16,7 +16,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.packed import PackedTrajectories
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.structures.tree import check_same_keys, show
+from rlstructs.structures.tree import TensorMap, check_same_keys, show
 from rlstructs.workers.public_names import set_module
 
 # Longer lists and dicts in an agent are not searched for networks: they hold data, and the search would slow rollouts.
@@ -338,7 +338,7 @@ def replay_agent(
 
     Raises:
         MissingKeyError, SpecError: the keys of an output differ from those at step 0, or one of a pack is not (N, ...).
-        TypeError: the agent takes no packs.
+        TypeError: the agent takes no packs, or returns no mapping of one.
     """
     if isinstance(trajectories, PackedTrajectories):
         return _replay_pack(agent, trajectories, replay_method_name)
@@ -361,7 +361,10 @@ def _replay_pack(agent: Any, pack: PackedTrajectories, name: str) -> DictTensor:
     name = "replay_packed" if name == "call_replay" else name
     if not hasattr(agent, name):
         raise TypeError(f"replay_agent: {type(agent).__name__} takes no packs, it has no method {name}(pack)")
-    output = DictTensor(dict(getattr(agent, name)(pack).items()))
+    output = getattr(agent, name)(pack)
+    if not isinstance(output, (Mapping, TensorMap)):
+        raise TypeError(f"replay_agent: {name} must return a mapping of names to tensors, got {type(output).__name__}")
+    output = DictTensor(dict(output.items()))
     for key, tensor in output.items():
         if tensor.ndim < 1 or len(tensor) != pack.n_elems():
             raise SpecError(f"replay_agent: {key!r} of {name} is {show(tensor)}, expected ({pack.n_elems()}, ...)")

@@ -195,10 +195,17 @@ class Layout:
         index = torch.cat(indexes)
         return cls(torch.cat(bounds), DictTensor.cat(tables), info, index, lengths, first, n_timesteps, 0)
 
-    def ends(self) -> seg.Ends:
-        """What tells how the segments go on in the next batch."""
+    def ends(self, steps: Mapping[str, torch.Tensor]) -> seg.Ends:
+        """What tells how the segments go on in the next batch.
+
+        Args:
+            steps: the tensors of the pack; what ends with a row may be an episode by one of them.
+        """
         table, lengths = self.segments, self.lengths()
         is_last = table["start"] + lengths == self.row_lengths[table["row"]]
+        for flags in map(steps.__getitem__, seg.end_keys(steps)):
+            if flags.ndim == 1:
+                is_last &= flags[self.cu_seqlens[1:].long() - 1] == 0
         may_continue = table["continues"] & (table["start"] == 0)
         columns = (self.info["env_index"], lengths, self.first_steps, may_continue, is_last)
         return seg.Ends(*map(as_array, columns))

@@ -380,7 +380,8 @@ _observation/done=(4,) bool)
         """Puts the packs of consecutive rollouts together; an episode that goes on from one to the next is one segment.
 
         A segment at the beginning of a row goes on from the latest segment of the same `env_index` that reached the
-        end of its row, if it `continues`; where steps are counted (`first_steps`) the count has to go on, too.
+        end of its row, if it `continues` and that one does not end an episode by the keys of its pack; where steps are
+        counted (`first_steps`) the count has to go on, too.
 
         Returns:
             A pack of all steps, of which `unpack` gives what `Trajectories.cat` would of the batches.
@@ -397,8 +398,12 @@ _observation/done=(4,) bool)
             check_same_keys(f"join: item {number}", parts[0], part)
             if part._layout.mask is not None:
                 raise SpecError(f"join: item {number} has been split, or drawn with a context")
+            if (env_index := part.info["env_index"]).ndim != 1:
+                raise SpecError(
+                    f"join: 'env_index' is {show(env_index)} in item {number}, expected one number a segment"
+                )
         layouts = [part._layout for part in parts]
-        groups = seg.find_chains([layout.ends() for layout in layouts])
+        groups = seg.find_chains([part._layout.ends(part._tensors) for part in parts])
         tensors = DictTensor.cat(DictTensor.trusted(part._tensors) for part in parts)
         whole = PackedTrajectories(dict(tensors.items()), Layout.side_by_side(layouts))
         joined = whole._part([Piece(number, 0, length) for group in groups for number, length in group])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ def find_begins(steps: TemporalDictTensor) -> np.ndarray:
     return begins
 
 
-def end_keys(steps: TemporalDictTensor) -> list[str]:
+def end_keys(steps: Container[str]) -> list[str]:
     """The keys that say where episodes end: `done`, or the two flags that it is made of."""
     return [DONE] if DONE in steps else [key for flag in FLAGS if (key := f"_observation/{flag}") in steps]
 

@@ -388,6 +388,18 @@ def test_join_undoes_a_cut_in_time(seed, n_rows, cuts, counted):
     assert joined.unpack(joined) == Trajectories.cat(parts).trajectories
 
 
+@pytest.mark.parametrize("flags", [("done",), ("terminated", "truncated")])
+@pytest.mark.parametrize("by", ["row", "episode"])
+def test_join_ends_episodes_where_flags_say_so_without_a_first_step_that_does(flags, by):
+    ends = torch.tensor([[False, False, True], [False, False, False]])
+    steps = {f"_observation/{flag}": ends for flag in flags}
+    batch = Trajectories(DictTensor({"env_index": torch.arange(2)}), TemporalDictTensor(steps, torch.tensor([3, 3])))
+    assert PackedTrajectories.join([batch.packed(by), batch.packed(by)]).lengths.tolist() == [3, 6, 3]
+    misshapen = Trajectories(DictTensor({"env_index": torch.zeros(2, 1)}), batch.trajectories).packed(by)
+    with pytest.raises(SpecError, match=r"join: 'env_index' is \(2, 1\) float32 in item 0, expected one number"):
+        PackedTrajectories.join([misshapen])
+
+
 def test_join_does_not_bridge_what_is_missing():
     batch = make_batch(11, 2, 8, n_ends=0.0)
     batch.trajectories.lengths.fill_(8)

@@ -405,6 +405,9 @@ def test_an_agent_that_takes_packs_is_replayed_over_them_in_one_call():
         def wrong(self, pack):
             return {"h": torch.zeros(1)}
 
+        def bare(self, pack):
+            return torch.zeros(len(pack))
+
     pack = batch.packed("episode")
     outputs, padded = replay_agent(Packing(), pack), replay_agent(Packing(), batch)
     mask = padded.mask(torch.bool)
@@ -415,3 +418,5 @@ def test_an_agent_that_takes_packs_is_replayed_over_them_in_one_call():
         replay_agent(RL_Agent(), pack)
     with pytest.raises(SpecError, match=rf"'h' of wrong is \(1,\) float32, expected \({pack.n_elems()}, ...\)"):
         replay_agent(Packing(), pack, "wrong")
+    with pytest.raises(TypeError, match="bare must return a mapping of names to tensors, got Tensor"):
+        replay_agent(Packing(), pack, "bare")
