@@ -15,9 +15,11 @@ class Framework(Protocol):
     """One library's names of dtypes and devices, and its arrays.
 
     Attributes:
+        library: "torch", "jax" or "warp".
         has_live_arrays: whether arrays of `live_array` follow the store's memory.
     """
 
+    library: str
     has_live_arrays: bool
 
     def dtype(self, dtype: Any) -> Any:

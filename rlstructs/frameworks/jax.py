@@ -27,6 +27,7 @@ OFTEN, MOST_KINDS = 3, 64
 class Jax:
     """jax as a `Framework`."""
 
+    library = "jax"
     has_live_arrays = False
 
     def __init__(self) -> None:

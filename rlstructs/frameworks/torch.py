@@ -40,6 +40,7 @@ def find_device(device: torch.device | str) -> torch.device:
 class Torch:
     """torch as a `Framework`."""
 
+    library = "torch"
     has_live_arrays = True
 
     def dtype(self, dtype: Any) -> torch.dtype:

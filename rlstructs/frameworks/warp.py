@@ -21,6 +21,7 @@ BFLOAT16 = getattr(wp, "bfloat16", "no bfloat16 in this version")
 class Warp:
     """warp as a `Framework`."""
 
+    library = "warp"
     has_live_arrays = True
 
     def dtype(self, dtype: Any) -> Any:

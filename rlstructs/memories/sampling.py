@@ -11,10 +11,9 @@ import numpy as np
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
-from rlstructs.replay.draw.packed import ANCHOR, PackedWindows
+from rlstructs.replay.draw.packed import ANCHOR, PackedWindows, in_library
 from rlstructs.replay.draw.plan import CROSS_ENDS, EPISODE_ENDS, Picker, Selection, Uniform, Windows
 from rlstructs.replay.draw.reading import Reading
-from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.store import Storage
 
 NO_NAME = ""  # no tensor has it
@@ -93,9 +92,9 @@ class RandomMemory(memory.Memory):
         Raises:
             SpecError: an argument is invalid, or there is nothing to draw.
         """
-        if packed or max_steps is not None or context or states:
-            _check_packed(packed, mini_batches, episode_ends)
-            windows = PackedWindows.of(max(1, sequence_length), context, max_steps, states, n_step)
+        windows = PackedWindows.asked_for(packed, sequence_length or 1, context, max_steps, states)
+        if windows is not None:
+            _check_packed(mini_batches, episode_ends, n_step)
             return self._sample_packed(names, batch_size, windows)
         names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
@@ -162,22 +161,22 @@ class RandomMemory(memory.Memory):
         read = list(dict.fromkeys([*known, *windows.states.values()]))
         for column in windows.states.values():
             self._tensors.check_known(column)
-        picked, arrays = storage.sample(
-            n, lambda count: self._select(count, windows), lambda chosen: storage.columns.gather(read, chosen.rows)
+        self._last, pack = windows.draw(
+            storage,
+            n,
+            lambda count: self._select(count, windows),
+            lambda _, rows: dict(zip(read, storage.columns.gather(read, rows), strict=True)),
+            storage.columns.specs,
         )
-        steps = Exporter("torch")(dict(zip(read, arrays, strict=True)), storage.columns.specs)
-        self._last, pack = windows.pack(picked, dict(steps.items()))
         self.sampling_indexes = self.framework.as_indexes(self._last.fields[ANCHOR])
         self._discounts = 1.0
-        pack = pack.get(known)
-        library = type(self.framework).__name__.lower()
-        return pack.to(self.device) if library == "torch" else getattr(pack, library)()
+        return in_library(pack.get(known), self.framework.library, self.device)
 
 
-def _check_packed(packed: bool, mini_batches: int, episode_ends: str) -> None:
+def _check_packed(mini_batches: int, episode_ends: str, n_step: int) -> None:
     """Checks the arguments of `RandomMemory.sample` that go with packs."""
-    if not packed:
-        raise SpecError("max_steps, context and states are for packs: set packed=True")
+    if n_step != 1:
+        raise SpecError(f"packed: n_step must be 1, got {n_step}")
     if mini_batches != 1 or episode_ends != CROSS_ENDS:
         raise SpecError(
             "packed: draws one batch of windows that end with their episodes; leave mini_batches and episode_ends out"

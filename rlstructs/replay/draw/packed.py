@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rlstructs.checks import UNKNOWN, check_count
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.draw.plan import Picker, Selection, Viewed
+from rlstructs.replay.draw.plan import Fields, Picker, Selection, Viewed
+from rlstructs.replay.leave.export import Exporter
+from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.pack_layout import Layout
 from rlstructs.structures.packed import PackedTrajectories
-from rlstructs.structures.segments import STATE, check_states, grow, take_steps
+from rlstructs.structures.segments import STATE, check_states, grow
 
-# Fields of a selection: which rows are part of the window, bool (n, W), the drawn row, int64 (n,), and whether the
-# window begins after its episode, bool (n,).
-HELD, ANCHOR, CONTINUES = "held", "anchor", "continues"
+# Fields of a selection, (n,): the drawn row, the first row of its window, the number of rows of the window, how many of
+# them are context, and whether the window begins after its episode.
+ANCHOR, FIRST, COUNT, BEFORE, CONTINUES = "anchor", "first", "count", "before", "continues"
+# Reads rows (N,) of a view: name -> (N, ...).
+ReadRows = Callable[[Any, np.ndarray], Mapping[str, Any]]
+TO_TORCH = Exporter("torch")
 
 
 class PackedWindows(NamedTuple):
@@ -37,17 +43,25 @@ class PackedWindows(NamedTuple):
     states: Mapping[str, str] = {}
 
     @classmethod
-    def of(
-        cls, length: int, context: int, max_steps: int | None, states: Mapping[str, str] | None, n_step: int
-    ) -> PackedWindows:
+    def asked_for(
+        cls, packed: bool, length: int, context: int, max_steps: int | None, states: Mapping[str, str] | None
+    ) -> PackedWindows | None:
+        """The windows that the arguments of a draw ask for; None for no packs. Raises as `of` does."""
+        if packed:
+            return cls.of(length, context, max_steps, states)
+        if context or max_steps is not None or states:
+            raise SpecError("max_steps, context and states are for packs: set packed=True")
+        return None
+
+    @classmethod
+    def of(cls, length: int, context: int, max_steps: int | None, states: Mapping[str, str] | None) -> PackedWindows:
         """Checks the arguments of a draw.
 
         Raises:
             TypeError, SpecError: one is invalid.
         """
+        check_count("sequence_length", length)
         check_count("context", context, 0)
-        if n_step != 1:
-            raise SpecError(f"packed: n_step must be 1, got {n_step}")
         if max_steps is not None and check_count("max_steps", max_steps) < length + context:
             raise SpecError(
                 f"packed: max_steps must be at least {length + context}, a window and its context, got {max_steps}"
@@ -55,68 +69,146 @@ class PackedWindows(NamedTuple):
         return cls(length, context, max_steps, check_states("packed", states))
 
     def select(self, storage: Viewed, picker: Picker, n: int, rng: np.random.Generator) -> Selection:
-        """Draws `n` windows, (n, W) for the longest; rows that are not held repeat the first or the last that is."""
+        """Draws `n` windows."""
         view = storage.view()
-        anchors, fields = picker.pick(view, n, rng)
-        before = np.minimum(view.depths(anchors), self.context)[:, None]
-        after = np.minimum(view.remaining(anchors), self.length)[:, None]
-        offsets = np.arange(-before.max(), after.max())
-        rows = view.columns.shifted(anchors[:, None], np.clip(offsets, -before, after - 1))
-        held = (offsets >= -before) & (offsets < after)
-        fields[HELD], fields["mask"], fields["is_first"] = held, held & (offsets >= 0), view.begin(rows) & held
-        fields[ANCHOR], fields[CONTINUES] = anchors, ~view.begin(rows[:, 0])
-        return Selection(rows, view, fields)
+        return self.around(view, *picker.pick(view, n, rng))
 
-    def pack(self, picked: Selection, tensors: Mapping[str, torch.Tensor]) -> tuple[Selection, PackedTrajectories]:
-        """Packs what was drawn.
+    def around(self, view: Any, anchors: np.ndarray, fields: Fields) -> Selection:
+        """The windows of drawn rows (n,), with more values of each; the rows of the selection are the drawn ones."""
+        first, before = anchors, np.zeros_like(anchors)
+        if self.context:
+            before = np.minimum(view.depths(anchors), self.context)
+            first = view.shifted(anchors, -before)
+        count = before + np.minimum(view.remaining(anchors), self.length)
+        own = {ANCHOR: anchors, FIRST: first, COUNT: count, BEFORE: before, CONTINUES: ~view.begin(first)}
+        return Selection(anchors[:, None], view, fields | own, first)
+
+    def draw(
+        self,
+        storage: Storage | None,
+        n: int,
+        select: Callable[[int], Selection],
+        read: ReadRows,
+        specs: Mapping[str, Spec],
+        describe: Callable[[Selection], Fields] = lambda picked: {},
+    ) -> tuple[Selection, PackedTrajectories]:
+        """Draws and packs windows, none of them torn by a writer.
 
         Args:
-            picked: of `select`.
-            tensors: its rows by name, (n, W, ...).
+            storage: the store; None if nobody writes meanwhile.
+            n: how many.
+            select: draws a given number of windows, by `select` or `around`.
+            read: reads rows.
+            specs: of the columns; those of objects are left out.
+            describe: returns more values of each window, for the pack's `info`.
 
         Returns:
             The selection of the rows (N, 1) in the pack, without those that only fill it up; and the pack, with a
             segment for each window, in which the rows of the context do not count.
 
         Raises:
-            MissingKeyError: a column of a state was not read.
+            MissingKeyError: a column of a state is missing.
         """
-        if missing := sorted(set(self.states.values()) - tensors.keys()):
-            raise MissingKeyError(f"packed: states needs column(s) {missing}, drawn are {sorted(tensors)}")
-        held = picked.fields[HELD]
-        counts = held.sum(axis=1)
-        # Whole windows, as many as have room.
-        n = len(counts) if self.max_steps is None else int(np.searchsorted(np.cumsum(counts), self.max_steps, "right"))
-        held, counts = held[:n], counts[:n]
-        layout = self._lay_out(counts, picked.fields["mask"][:n][held], picked.fields[CONTINUES][:n])
-        places = held.ravel().nonzero()[0]
-        at = {tensor.device: torch.from_numpy(places).to(tensor.device) for tensor in tensors.values()}
-        steps = {name: take_steps(t.flatten(0, 1), at[t.device], places) for name, t in tensors.items()}
-        first = layout.cu_seqlens[:-1].long()
-        info = {STATE + name: steps[column].cpu()[first] for name, column in self.states.items()}
-        layout = layout.with_info({"sampling_index": torch.from_numpy(picked.fields[ANCHOR][:n]), **info})
-        per_row = {name: picked.fields[name][:n][held][:, None] for name in ("mask", "is_first")}
-        others = {name: values[:n] for name, values in picked.fields.items() if name not in (HELD, *per_row)}
-        chosen = Selection(picked.rows[:n][held][:, None], picked.view, {**others, **per_row})
-        if self.max_steps is not None:
-            steps = {name: grow(tensor, self.max_steps - len(places)) for name, tensor in steps.items()}
-            layout = layout.fill_up(self.max_steps, len(picked.rows) + 1)
+        if missing := sorted(set(self.states.values()) - specs.keys()):
+            raise MissingKeyError(f"packed: states needs column(s) {missing}, there are {sorted(specs)}")
+
+        def read_all(picked: Selection) -> list[_Ragged]:
+            counts = picked.fields[COUNT]
+            rows = picked.view.shifted(picked.fields[FIRST].repeat(counts), _count_up(counts))
+            return [_Ragged(rows, dict(read(picked.view, rows)), counts.copy())]
+
+        if storage is None:
+            [drawn] = read_all(picked := select(n))
+        else:
+            picked, [drawn] = storage.sample(n, select, read_all)
+        tensors = TO_TORCH.with_objects(drawn.arrays, specs)
+        return self._pack(picked, drawn.rows, dict(tensors.items()), describe(picked))
+
+    def _pack(
+        self, picked: Selection, rows: np.ndarray, steps: dict[str, torch.Tensor], more: Fields
+    ) -> tuple[Selection, PackedTrajectories]:
+        """Packs the rows (N, ...) of what was drawn: whole windows, as many as have room."""
+        size, counts = self.max_steps, picked.fields[COUNT]
+        if size is not None:
+            counts = counts[: int(np.searchsorted(np.cumsum(counts), size, "right"))]
+            steps = {name: tensor[: counts.sum()] for name, tensor in steps.items()}
+            rows = rows[: counts.sum()]
+        n = len(counts)
+        fields = {name: values[:n] for name, values in picked.fields.items()}
+        bounds = np.zeros(n + 1, np.int64)
+        counts.cumsum(out=bounds[1:])
+        begins = torch.from_numpy(bounds[:-1])
+        info = {"sampling_index": torch.from_numpy(fields[ANCHOR])}
+        info |= {STATE + name: steps[column].cpu()[begins] for name, column in self.states.items()}
+        info |= {name: torch.from_numpy(values[:n]) for name, values in more.items()}
+        layout = self._lay_out(counts, bounds, fields, info)
+        is_first = np.zeros(len(rows), bool)
+        is_first[bounds[:-1]] = ~fields[CONTINUES]
+        mask = np.ones(len(rows), bool) if layout.mask is None else layout.mask.numpy()
+        fields |= {"mask": mask[:, None], "is_first": is_first[:, None]}
+        chosen = Selection(rows[:, None], picked.view, fields)
+        if size is not None:
+            steps = {name: grow(tensor, size - len(rows)) for name, tensor in steps.items()}
+            layout = layout.fill_up(size, len(picked.rows) + 1)
         return chosen, PackedTrajectories(steps, layout)
 
-    def _lay_out(self, counts: np.ndarray, mask: np.ndarray, continues: np.ndarray) -> Layout:
+    def _lay_out(
+        self, counts: np.ndarray, bounds: np.ndarray, fields: Fields, info: Mapping[str, torch.Tensor]
+    ) -> Layout:
         """The layout of windows with so many rows, as of a batch with a row for each."""
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        number, width = np.arange(len(counts)), self.context + self.length
-        index = np.repeat(number * width - bounds[:-1], counts) + np.arange(bounds[-1])
-        table = {"row": number, "start": 0 * number, "episode": 0 * number, "continues": continues}
+        number, before = np.arange(len(counts)), fields[BEFORE]
+        # No wider than the episodes are; the drawn row is behind the room for the context.
+        context, length = int(before.max(initial=0)), int((counts - before).max(initial=0))
+        width = context + length
+        index = (context - before + number * width - bounds[:-1]).repeat(counts) + np.arange(bounds[-1])
+        mask = index % max(width, 1) >= context if self.context else None
+        zeros = torch.zeros(len(counts), dtype=torch.int64)
+        continues = torch.from_numpy(fields[CONTINUES])
+        table = {"row": torch.from_numpy(number), "start": zeros, "episode": zeros, "continues": continues}
         return Layout(
             torch.from_numpy(bounds.astype(np.int32)),
-            DictTensor.trusted({name: torch.from_numpy(column) for name, column in table.items()}),
-            DictTensor(),
+            DictTensor.trusted(table),
+            DictTensor.trusted(info),
             torch.from_numpy(index),
             torch.from_numpy(counts),
             torch.full((len(counts),), UNKNOWN),
             width,
             int(counts.max(initial=0)),
-            torch.from_numpy(mask) if self.context else None,
+            None if mask is None else torch.from_numpy(mask),
         )
+
+
+class _Ragged:
+    """The rows of windows, (N,), and what was read of them, (N, ...) each; windows of it can be replaced."""
+
+    def __init__(self, rows: np.ndarray, arrays: dict[str, Any], counts: np.ndarray) -> None:
+        self.rows, self.arrays, self.counts = rows, arrays, counts
+
+    def __setitem__(self, at: np.ndarray, other: _Ragged) -> None:
+        begins = np.cumsum(self.counts) - self.counts
+        begins[at] = len(self.rows) + np.cumsum(other.counts) - other.counts
+        self.counts[at] = other.counts
+        places = np.repeat(begins, self.counts) + _count_up(self.counts)
+        self.rows = np.concatenate([self.rows, other.rows])[places]
+        for name, array in self.arrays.items():
+            if isinstance(array, torch.Tensor):
+                joined = torch.cat([array, other.arrays[name]])
+                self.arrays[name] = joined[torch.from_numpy(places).to(joined.device)]
+            else:
+                self.arrays[name] = np.concatenate([array, other.arrays[name]])[places]
+
+
+def _count_up(counts: np.ndarray) -> np.ndarray:
+    """The numbers from 0 on, up to each of these counts, one after another, int64 (sum of counts,)."""
+    ends = counts.cumsum()
+    return np.asarray(np.arange(ends[-1] if len(ends) else 0) - (ends - counts).repeat(counts))
+
+
+def in_library(pack: PackedTrajectories, framework: str, device: Any) -> Any:
+    """A pack for a buffer of this framework: itself with torch and numpy, else its `jax()` or `warp()`."""
+    if framework in ("jax", "warp"):
+        return getattr(pack, framework)()
+    tensors = (*pack.values(), pack.cu_seqlens)
+    if device is None or all(tensor.device == torch.device(device) for tensor in tensors):
+        return pack
+    return pack.to(device)

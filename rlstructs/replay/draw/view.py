@@ -188,6 +188,10 @@ class View:
             self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[self.columns.lanes(rows)]
         )
 
+    def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
+        """Returns the row ids of the rows `by` steps later in their lanes."""
+        return self.columns.shifted(rows, by)
+
     # Neighbours in the episode
 
     def unfinished(self) -> np.ndarray:
@@ -297,6 +301,18 @@ class JoinedView:
 
     def depths(self, rows: np.ndarray) -> np.ndarray:
         return self._fill(np.zeros_like(rows), rows, lambda part, own, _: part.depths(own))
+
+    def remaining(self, rows: np.ndarray) -> np.ndarray:
+        return self._fill(np.zeros_like(rows), rows, lambda part, own, _: part.remaining(own))
+
+    def begin(self, rows: np.ndarray) -> np.ndarray:
+        return self._fill(np.zeros(rows.shape, bool), rows, lambda part, own, _: part.begin(own))
+
+    def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
+        found = np.zeros_like(rows)
+        for part, at, own, offset in self.split(rows):
+            found[at] = part.shifted(own, by[at]) + offset
+        return found
 
     def prev(self, rows: np.ndarray) -> np.ndarray:
         return self._fill(np.zeros_like(rows), rows, lambda part, own, offset: part.prev(own) + offset)

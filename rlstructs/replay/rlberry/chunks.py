@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.draw.packed import ANCHOR, FIRST, PackedWindows, in_library
 from rlstructs.replay.draw.plan import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, Selection, Uniform, Windows
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
@@ -248,16 +249,30 @@ class ChunkReplayBuffer(Buffer):
 
     # Sampling
 
-    def sample(self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM) -> ChunkBatch | None:
+    def sample(
+        self,
+        batch_size: int,
+        chunk_size: int,
+        sampling_mode: str = UNIFORM,
+        *,
+        packed: bool = False,
+        context: int = 0,
+        max_steps: int | None = None,
+        states: Mapping[str, str] | None = None,
+    ) -> ChunkBatch | None:
         """Draws chunks, private copies.
 
         Args:
             batch_size: number of chunks, B.
             chunk_size: number of consecutive rows of each, T.
             sampling_mode: "uniform", every chunk as likely as any other, or "prioritized".
+            packed: whether `data` is a `PackedTrajectories` of chunks of one episode each, which begin at the drawn
+                row, also in prioritised draws, and may be shorter; `indices` (B, 1) are the drawn rows, `mask` and
+                `is_first` (N,). Buffers of jax and warp return its `jax()` and `warp()`.
+            context, max_steps, states: of packs, see `RandomMemory.sample`.
 
         Returns:
-            A `ChunkBatch`; None if no lane has `chunk_size` rows.
+            A `ChunkBatch`; None if no lane has `chunk_size` rows, or of packs, if there is no row.
 
         Raises:
             SpecError: an argument is invalid, or there is no chunk to draw.
@@ -271,8 +286,11 @@ class ChunkReplayBuffer(Buffer):
         n = check_count("batch_size", batch_size)
         if unknown := set(self._reading.stack_keys or ()) - self._intake.tags.keys():
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
-        if not self._storage.view(length).total:
+        packs = PackedWindows.asked_for(packed, length, context, max_steps, states)
+        if not self._storage.view(1 if packed else length).total:
             return None
+        if packs is not None:
+            return self._sample_packed(n, packs, sampling_mode == PRIORITIZED)
         select = partial(self._select, length=length, mode=sampling_mode)
         picked, arrays = self._storage.sample(n, select, self._read)
         data = self._export(arrays, self._storage.columns.specs)
@@ -311,20 +329,47 @@ class ChunkReplayBuffer(Buffer):
         if self._priorities is not None:
             self._priorities.clear()
 
+    def _sample_packed(self, n: int, packs: PackedWindows, by_priority: bool) -> ChunkBatch:
+        def select(count: int) -> Selection:
+            picked = self._pick(count, by_priority, packs.select)
+            picked.earliest = self._reading.earliest(picked.view, picked.fields[FIRST])
+            return picked
+
+        specs = self._storage.columns.specs
+        picked, pack = packs.draw(
+            self._storage,
+            n,
+            select,
+            lambda view, rows: self._reading.read(self._storage, view, list(specs), rows),
+            specs,
+            lambda picked: {"weights": picked.fields["weights"]},
+        )
+        fields = picked.fields
+        info = {"indices": fields[ANCHOR][:, None], "weights": fields["weights"]}
+        info |= {name: fields[name][:, 0] for name in ("mask", "is_first")}
+        data = in_library(pack, self._export.framework, self._export.device)
+        return ChunkBatch(data, self._export(info, {}))
+
     def _select(self, n: int, length: int, mode: str) -> Selection:
-        storage, priorities, ends, rng = self._storage, self._priorities, self._episode_ends, self._stream.generator
+        ends, by_priority = self._episode_ends, self._priorities is not None and mode == PRIORITIZED
         wanted = f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")
-        by_priority = priorities is not None and mode == PRIORITIZED
+        windows = Windows(length, ends, is_last=by_priority)
+        picked = self._pick(n, by_priority, partial(windows.select, wanted=wanted))
+        picked.earliest = self._reading.earliest(picked.view, picked.rows[:, 0])
+        return picked
+
+    def _pick(self, n: int, by_priority: bool, select: Callable[..., Selection]) -> Selection:
+        """Draws windows, with their weights, and remembers their rows."""
+        priorities, rng = self._priorities, self._stream.generator
         picker: Any = priorities if by_priority else EVENLY
         weights = np.ones(n, np.float32)
         with contextlib.nullcontext() if priorities is None else priorities.lock:
-            picked = Windows(length, ends, is_last=by_priority).select(storage, picker, n, rng, wanted)
+            picked = select(self._storage, picker, n, rng)
             if priorities is not None:
                 if by_priority:
                     weights = importance_weights(picked.fields.pop(LEAVES), priorities.tree.minimum, self._beta)
                 priorities.drawn.remember(picked.view, picked.rows)
         picked.fields = {"weights": weights, **picked.fields}
-        picked.earliest = self._reading.earliest(picked.view, picked.rows[:, 0])
         return picked
 
     def _read(self, picked: Selection) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
+from rlstructs.replay.draw.packed import ANCHOR, FIRST, PackedWindows, in_library
 from rlstructs.replay.draw.plan import Fields, Fits, Picker, Selection, Uniform
 from rlstructs.replay.draw.reading import Reading, Sources, read_sources
 from rlstructs.replay.draw.streams import Stream
@@ -151,6 +152,31 @@ class Reader:
     def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
         """Draws rows and reads them; see `ReplayBuffer.sample`."""
         return self._draw_batch(*self._selector(checked_size(batch_size)))
+
+    def sample_packed(self, batch_size: int | None, windows: PackedWindows) -> tuple[Any, np.ndarray]:
+        """Draws rows and the windows from them on; see `ReplayBuffer.sample`."""
+        if self.relabels:
+            raise SpecError("sample: a buffer that relabels rows has no packs")
+        n, pick = self._selector(checked_size(batch_size))
+        table = self.table
+        reading = reading_of(stack_num=self.options.stack_num)
+
+        def select(count: int) -> Selection:
+            rows, at, fields = pick(count)
+            picked = windows.around(rows, at, fields)
+            if isinstance(rows, View):
+                picked.earliest = reading.earliest(rows, picked.fields[FIRST])
+            return picked
+
+        picked, pack = windows.draw(
+            None if table.is_joined else table.storage,
+            n,
+            select,
+            lambda rows, at: self.read(rows, self.find_frames(rows, at)),
+            table.specs,
+            lambda picked: self.compute_beside(picked.fields[ANCHOR], picked.fields),
+        )
+        return in_library(pack, self.export.framework, self.export.device), picked.fields[ANCHOR]
 
     def sample_by(self, buffer: Indexed, batch_size: int | None, by_index: bool) -> tuple[Any, np.ndarray]:
         """Lets a user's buffer draw rows, and reads them.

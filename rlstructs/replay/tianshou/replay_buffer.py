@@ -13,6 +13,7 @@ import torch
 from rlstructs.checks import check_count, clean_text
 from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.draw.packed import PackedWindows
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import flat_items, host_array
 from rlstructs.replay.intake.intake import FILL, GROW
@@ -348,7 +349,16 @@ class ReplayBuffer(Buffer):
         """
         return self._reader.list_between(start, stop)
 
-    def sample(self, batch_size: int | None) -> tuple[Any, np.ndarray]:
+    def sample(
+        self,
+        batch_size: int | None,
+        *,
+        packed: bool = False,
+        sequence_length: int = 1,
+        context: int = 0,
+        max_steps: int | None = None,
+        states: Mapping[str, str] | None = None,
+    ) -> tuple[Any, np.ndarray]:
         """Draws rows and reads them as indexing does.
 
         With an `n_step` above 1, `rew` is the discounted sum of so many rewards, values from after a step come from
@@ -357,16 +367,27 @@ class ReplayBuffer(Buffer):
 
         Args:
             batch_size: see `sample_indices`.
+            packed: whether to return a `PackedTrajectories` in place of a batch, with a window for each drawn row: that
+                row and those after it in its episode. Weights are in its `info`. Buffers of jax and warp return its
+                `jax()` and `warp()`.
+            sequence_length, context, max_steps, states: of packs, see `RandomMemory.sample`.
 
         Returns:
-            A batch, private copies, and its row ids, int64 (n,).
+            A batch, private copies, and its row ids, int64 (n,); those that were drawn.
 
         Raises:
-            EmptyBufferError, SpecError: see `sample_indices`; or a subclass reads by index where that differs.
+            EmptyBufferError, SpecError: see `sample_indices`; or a subclass reads by index where that differs, or
+                relabels rows that are to be packed.
         """
         own = type(self)
         by_index = own.__getitem__ is not ReplayBuffer.__getitem__
-        if by_index or own.sample_indices is not ReplayBuffer.sample_indices:
+        is_own = by_index or own.sample_indices is not ReplayBuffer.sample_indices
+        windows = PackedWindows.asked_for(packed, sequence_length, context, max_steps, states)
+        if windows is not None:
+            if is_own:
+                raise SpecError(f"sample: {own.__name__} chooses or reads rows in its own way, and has no packs")
+            return self._table.read_whole(self._reader.sample_packed, batch_size, windows)
+        if is_own:
             return self._table.read_whole(self._reader.sample_by, self, batch_size, by_index)
         return self._table.read_whole(self._reader.sample, batch_size)
 

@@ -30,7 +30,7 @@ from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, State
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import is_mapping
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.torchrl import episode_marks, tensordicts
+from rlstructs.replay.torchrl import episode_marks, packs, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
@@ -225,6 +225,20 @@ class Sampling:
                 arrays = draws.read(picked)
         return draws.finish(picked, arrays) if batch is None else batch.result()
 
+    def sample(self, n: int, with_info: bool, packed: bool, windows: Mapping[str, Any]) -> Made:
+        """Makes a batch of n rows, or a pack of the windows that begin with them; see `packs.draw`."""
+        if not packed:
+            if windows:
+                raise SpecError(f"sample: {sorted(windows)} are for packs: set packed=True")
+            made = self.make(n, with_info)
+            assert made is not None
+            return made
+        if self._collate_fn is not None or len(self._parts.transform):
+            raise SpecError("sample: collate_fn and transforms take batches, and cannot change packs")
+        with self._parts.lock:
+            draws = Draws(self._parts, self._request(n, with_info=False, needs_episodes=True), None, False)
+            return packs.draw(self._parts, draws.request, draws.draw, **windows)
+
     def begin_pass(self) -> None:
         """Begins a pass over the rows."""
         with self._parts.lock:
@@ -251,8 +265,8 @@ class Sampling:
                 draws.go_to(before)
         return False
 
-    def _request(self, n: int, with_info: bool) -> Request:
-        """Describes the draw for a batch of n rows."""
+    def _request(self, n: int, with_info: bool, needs_episodes: bool = False) -> Request:
+        """Describes the draw for a batch of n rows, perhaps one for which it must be known where episodes end."""
         parts = self._parts
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
         if not parts.store.view().total:
@@ -260,7 +274,8 @@ class Sampling:
         specs = parts.store.columns.specs
         if absent := sorted(set(parts.reading.stack_keys or ()) - specs.keys()):
             raise MissingKeyError(f"stack_keys: no {absent} in this buffer, there are {sorted(specs)}")
-        if not parts.marks.are_known and (parts.sampler.needs_episodes or not parts.reading.is_plain):
+        needs_episodes |= parts.sampler.needs_episodes or not parts.reading.is_plain
+        if needs_episodes and not parts.marks.are_known:
             keys = "no terminated, truncated or done, and no end_key or traj_key"
             raise SpecError(f"nothing says where episodes end: {keys}")
         return request

@@ -515,13 +515,22 @@ class DictTensorReplayBuffer(DictTensorBase):
 
     # Sampling
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None,
+        *, packed: bool = False, **windows: Any,
+    ) -> Any:  # fmt: skip
         """Draws a batch of rows, private copies.
 
         Args:
             batch_size: number of rows, 0 for an empty batch; None for the constructor's `batch_size`.
             return_info: whether to return facts about the rows (`index`, `priority_weight`, ...) as a dict, too.
             include_info: whether the batch has these facts as columns; None for yes.
+            packed: whether to return a `PackedTrajectories` of windows of one episode each, which may be shorter at its
+                end. A slice sampler says where windows begin and how long they are; `batch_size` counts their steps.
+                Other samplers draw the first row of each, and `batch_size` counts windows. `index` has the drawn rows;
+                weights are in the pack's `info`, too. Buffers of jax and warp return its `jax()` and `warp()`.
+            windows: of packs: `slice_len`, the length of windows where a sampler draws single rows; and `context`,
+                `max_steps` and `states` as of `RandomMemory.sample`.
 
         Returns:
             The batch; with `return_info`, the batch and the dict.
@@ -534,8 +543,8 @@ class DictTensorReplayBuffer(DictTensorBase):
         if batch_size is not None and own not in (None, batch_size):
             text = f"sample: batch_size {batch_size} is another than that of the constructor, {own}; it counts"
             warnings.warn(text, stacklevel=2)
-        made = self._sampling.make(self._sampling.size(batch_size), include_info is None or bool(include_info))
-        assert made is not None
+        with_info = include_info is None or bool(include_info)
+        made = self._sampling.sample(self._sampling.size(batch_size), with_info, packed, windows)
         return made if return_info else made[0]
 
     def __iter__(self) -> Iterator[Any]:
