@@ -268,7 +268,7 @@ _observation/done=(4,) bool)
             max_steps: of each pack.
             context: how many steps before a cut are repeated behind it, to warm a state up or to attend to; 0 for none.
             states: part of the agent's state -> key of the state before each step, where the agent puts it out; the
-                state before the first step of a piece is taken from there.
+                state before the first step of a piece is taken from there; other parts are 0 behind a cut.
             max_segments: S of each pack, which is filled up with empty segments; None for the most that a pack needs.
 
         Returns:
