@@ -225,6 +225,8 @@ _observation/done=(4,) bool)
     def from_packed_sequence(self, sequence: PackedSequence) -> torch.Tensor:
         """Steps (N, ...) in the order of this pack, of what a network returned for an `as_packed_sequence`.
 
+        Sequences that torch packed from the same segments are taken, too.
+
         Raises:
             TypeError: it is no packed sequence, such as the pair of outputs and states that an LSTM returns.
             SpecError: the sequence is one of other segments.
@@ -237,7 +239,10 @@ _observation/done=(4,) bool)
             raise SpecError(
                 f"from_packed_sequence: expected one of {self._layout}, got one of n_steps={len(sequence.data)}"
             )
-        return sequence.data.index_select(0, form.places)
+        places, ranks = form.places, sequence.unsorted_indices
+        if ranks is not None:  # torch's own functions order segments of one length as they like
+            places = places + (ranks - form.ranks)[self.segment_ids]
+        return sequence.data.index_select(0, places)
 
     def as_nested(self, key: str) -> torch.Tensor:
         """The steps of a key as a nested tensor (S, ragged, ...) of torch's layout `jagged`, with gradients.
@@ -454,6 +459,7 @@ _observation/done=(4,) bool)
             elif name not in DERIVED:
                 raise SpecError(f"{cls._kind}: unknown entry {name!r}")
         check_same_keys(cls._kind, (*GROUPS, *SHOWN), found.keys() - {FIRST_STEPS})
+        found["segments"] = {name: seg.widen(name, leaf) for name, leaf in found["segments"].items()}
         if found["sizes"].shape != (3,):
             raise SpecError(f"{cls._kind}: 'sizes' must have shape (3,), got {show(found['sizes'])}")
         made = cls._from_trusted(found)

@@ -328,7 +328,7 @@ def widen(name: str, tensor: Any) -> torch.Tensor:
     Raises:
         SpecError: it has another number of axes, or no dtype that is widened.
     """
-    wanted = {"cu_seqlens": torch.int32, "mask": torch.bool}.get(name, torch.int64)
+    wanted = {"cu_seqlens": torch.int32, "mask": torch.bool, "continues": torch.bool}.get(name, torch.int64)
     dtypes = (wanted,) if wanted == torch.bool else (torch.int32, torch.int64)
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 or tensor.dtype not in dtypes:
         got = show(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -276,6 +276,15 @@ def test_a_packed_sequence_of_other_segments_is_refused():
         make_batch(0, 0).packed().as_packed_sequence("n")
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_sequence_may_have_segments_of_one_length_in_any_order(order):
+    values, by_length = torch.arange(6.0).view(3, 2), torch.tensor(order)
+    pack = Trajectories(DictTensor(), TemporalDictTensor({"x": values}, torch.tensor([2, 2, 2]))).packed()
+    sequence = nn.utils.rnn.PackedSequence(values[by_length].T.flatten(), torch.tensor([3, 3]), by_length)
+    assert torch.equal(nn.utils.rnn.unpack_sequence(sequence)[0], values[0])
+    assert torch.equal(pack.from_packed_sequence(sequence), pack["x"])
+
+
 def test_packed_sequences_leave_out_the_empty_segments_of_a_split():
     for part in make_batch(4).packed().split(7, context=0, max_segments=9):
         lstm = nn.LSTM(2, 4)
@@ -481,6 +490,7 @@ def test_other_libraries_get_segment_ids_and_offsets(library):
     assert as_list(arrays["steps"]["observation/frame"]) == pack["observation/frame"].tolist()
     back = getattr(PackedTrajectories, f"from_{library}")(arrays)
     assert torch.equal(back.unpack(back["observation/frame"]), pack.unpack(pack["observation/frame"]))
+    assert back.segments == pack.segments  # int64, also from jax, which has 32 bits
 
 
 def test_unpack_refuses_what_is_not_of_this_pack():
