@@ -210,7 +210,8 @@ class EnvList:
 
     _first = 0  # index of the first environment among all, for messages
     _at: Any = None  # int64 (1,), where to write the index of the environment that is being stepped
-    _takes_all_infos = False  # whether `_take_info` is called with an empty info too
+    _takes_infos = True  # whether `_take_info` is called
+    _takes_all_infos = False  # whether it is called with an empty info too
     _leaves: Mapping[str, Leaf]  # of an observation: those that are arrays
 
     def _set_envs(self, envs: list[Any], stream_seeds: Sequence[int | None]) -> None:
@@ -277,20 +278,22 @@ class EnvList:
         if (seed := self._stream_seeds[k]) is not None:
             self._stream_seeds[k] = self._new_seeds[k] = next_stream(seed, self._lives.counts[k])
 
-    def _step_envs(self, envs: Sequence[Any], actions: Iterable[Any], rewards: Any, start: int = 0) -> list[Any]:
+    def _step_envs(
+        self, envs: Sequence[Any], actions: Iterable[Any], rewards: Any, alone: int | None = None
+    ) -> list[Any]:
         """Steps environments, and returns their observations.
 
         Args:
             envs: the environments, or what is stepped in their place.
             actions: one for each.
             rewards: a list or an array to write the rewards to, at the environments' rows.
-            start: the first row.
+            alone: the row of a single environment, whose observation is used at once; None for all that run.
         """
         at, first, result = self._at, self._first, NO_RESULT
         observations: list[Any] = []
-        shared: list[tuple[Any, Any]] | None = None if self._have_own_memory else []
-        takes_all = self._takes_all_infos or shared is not None
-        steps = enumerate(zip(envs, actions, strict=True), start)
+        shared: list[tuple[Any, Any]] | None = None if self._have_own_memory or alone is not None else []
+        takes, takes_all = self._takes_infos, self._takes_all_infos or shared is not None
+        steps = enumerate(zip(envs, actions, strict=True), alone or 0)
         while True:  # more than once only where an environment fails: the others are stepped all the same
             try:
                 for row, (env, action) in steps:
@@ -298,7 +301,7 @@ class EnvList:
                         at[0] = first + row
                     result = env.step(action)
                     observation, rewards[row], terminated, truncated, info = result
-                    if terminated or truncated or info or takes_all:
+                    if terminated or truncated or takes_all or (takes and info):
                         observation = self._take_result(row, result, rewards, shared)
                     observations.append(observation)
                 break
@@ -326,15 +329,20 @@ class EnvList:
         if shared is not None:
             shared.append((observation, reward))
         if terminated or truncated:
-            if type(terminated) is not bool or type(truncated) is not bool:
+            try:  # they may be numpy's, or None
+                terminated, truncated = bool(terminated), bool(truncated)
+            except Exception:
                 k = self._find_index(row)
                 check_step(result, self._envs[k], self._first + k)
+                raise
             rewards[row] = reward = copy_value(reward)  # before a reset writes into it
             observation = self._end(row, observation, reward, terminated, truncated, info)
-        elif info or self._takes_all_infos:
+        elif self._takes_all_infos or (self._takes_infos and info):
             self._take_info(row, info)
         if shared is not None:  # another environment may write into the same array
-            rewards[row], observation = copy_value(reward), self._keep(row, observation)
+            if type(reward) is not float:
+                rewards[row] = copy_value(reward)
+            observation = self._keep(row, observation)
         return observation
 
     def _find_own_memory(self, results: Sequence[tuple[Any, Any]]) -> bool:
@@ -342,7 +350,10 @@ class EnvList:
         observations, rewards = zip(*results, strict=True)
         if any(each is KEPT for each in observations) or may_share_memory(rewards):
             return False
-        return not any(may_share_memory(map(leaf.pick, observations)) for leaf in self._leaves.values())
+        try:
+            return not any(may_share_memory(map(leaf.pick, observations)) for leaf in self._leaves.values())
+        except (TypeError, LookupError):  # one is not in the space, as whoever writes it says
+            return False
 
     def _find_index(self, row: int) -> int:
         """The index of the environment of a row that is stepped."""
@@ -360,7 +371,7 @@ class EnvList:
         """Takes the info of a step that has not ended the episode."""
         raise NotImplementedError
 
-    def _end(self, row: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Any:
+    def _end(self, row: int, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Any) -> Any:
         """Takes a step that has ended the episode; returns its observation."""
         raise NotImplementedError
 

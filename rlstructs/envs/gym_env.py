@@ -88,7 +88,7 @@ class GymEnv(RowDefaults, EnvList):
     ) -> None:
         envs = check_envs(envs)
         self._infos = InfoColumns(info_keys)
-        self._takes_all_infos = bool(self._infos)
+        self._takes_infos = self._takes_all_infos = bool(self._infos)
         self._seeds: list[int] | None = environment_seeds(seed, len(envs))
         self._set_envs(envs, self._seeds)
         self.observation_space = find_observation_space(envs[0], self._seeds[0])
@@ -240,13 +240,13 @@ class GymEnv(RowDefaults, EnvList):
         if self._infos:
             self._infos.write(self._after.view, row, info, self._find_index(row))
 
-    def _end(self, row: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Any:
+    def _end(self, row: int, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Any) -> Any:
         if self._infos:
             self._take_info(row, info)
         self._final = self._copy(observation), reward  # before a reset writes into it
         self._ended.append(row)
         view = self._after.view
-        view["done"][row], view["terminated"][row], view["truncated"][row] = True, bool(terminated), bool(truncated)
+        view["done"][row], view["terminated"][row], view["truncated"][row] = True, terminated, truncated
         if self._autoreset:
             self._shown.append(self._copy(self._start_episode(self._find_index(row), None, len(self._shown))))
         return self._final[0]

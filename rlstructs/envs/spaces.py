@@ -354,5 +354,11 @@ class Column:
     def put(self, row: int, observation: Any, environment: object) -> None:
         """Writes the leaf of one observation, of another dtype if no number changes; raises what `fill` raises."""
         leaf = self.leaf
-        got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
-        self.array[row] = got.astype(leaf.dtype, copy=False).reshape(self.array.shape[1:])
+        try:
+            got = leaf.pick(observation)
+        except (TypeError, LookupError):
+            got = None  # `read` raises an error that names it
+        is_ready = isinstance(got, (np.ndarray, np.generic)) and got.dtype == leaf.dtype and got.shape == leaf.shape
+        if not is_ready:
+            got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
+        self.array[row] = got

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import gymnasium
 import numpy as np
 import pytest
@@ -91,6 +93,46 @@ def test_an_answer_that_is_not_gymnasiums_is_named_with_its_environment(create, 
     makes = [nine, lambda: Answering(**{call: answer})]
     with pytest.raises(SpecError, match=r"^environment 1( \(Answering\))?: " + message):
         played(create, makes)
+
+
+@pytest.mark.parametrize("create", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(
+    ("reward", "terminated", "truncated"), [(1.0, True, None), (1.0, np.bool_(True), 0), (1, 1, None)]
+)
+def test_flags_that_are_not_bools_end_an_episode(create, reward, terminated, truncated):
+    played(create, [nine, lambda: Answering(step=lambda o, r, a, b, i: (o, reward, terminated, truncated, i))])
+
+
+def test_a_reward_that_becomes_a_float_is_taken_at_the_end_of_an_episode_too():
+    answer = lambda o, r, a, b, i: (o, Fraction(1, 2), np.bool_(True), False, i)  # noqa: E731
+    with SharedVectorEnv([lambda: Answering(step=answer)], n_workers=0) as envs:
+        envs.reset()
+        assert envs.step(np.zeros(1, int))[1].tolist() == [0.5]
+
+
+def test_an_info_that_nobody_wants_may_be_anything():
+    played(LISTS["GymEnv"], [lambda: Answering(step=lambda o, r, a, b, i: (o, r, a, b, np.zeros(2)))])
+
+
+class Parts(Count):
+    """Shows a dict."""
+
+    def __init__(self):
+        super().__init__(9)
+        self.observation_space = gymnasium.spaces.Dict({"at": self.observation_space})
+
+    def reset(self, **arguments):
+        observation, info = super().reset(**arguments)
+        return {"at": observation}, info
+
+    def step(self, action):
+        return None, *super().step(action)[1:]
+
+
+@pytest.mark.parametrize("create", LISTS.values(), ids=LISTS)
+def test_no_observation_where_the_space_has_entries_is_named_with_its_environment(create):
+    with pytest.raises(SpecError, match="^environment 0: observation 'at' cannot be read"):
+        played(create, [Parts])
 
 
 def nine():

@@ -107,8 +107,8 @@ class EnvGroup(EnvList):
 
     def _find_rows(self) -> None:
         columns, mine = self._columns, self.rows
-        self._outcome: Any = None  # of the call under way
-        self._objects = columns.objects
+        self._outcome: Any = None  # of the call under way; an exact state has none
+        self._objects, self._has_objects = columns.objects, bool(columns.objects)
         self._observations = [column.select(mine) for column in columns.observations]
         self._rewards = columns.rewards[mine]
         self._terminations, self._truncations = columns.terminations[mine], columns.truncations[mine]
@@ -142,7 +142,7 @@ class EnvGroup(EnvList):
             options: for each environment; it gets a copy, which it may change.
             mask: bool, one for each environment; None for all.
         """
-        self._outcome = Outcome([], [])
+        outcome = self._outcome = Outcome([], [])
         for k in range(len(self._envs)) if mask is None else np.flatnonzero(mask).tolist():
             self._at[0] = self._first + k
             if (seed := seeds[k]) is not None:
@@ -152,11 +152,13 @@ class EnvGroup(EnvList):
             self._terminations[k] = self._truncations[k] = False
             self._write_one(k, observation)
             self._take_info(k, info)
-        return self._take_outcome()
+        self._outcome = None
+        return outcome
 
     def step(self, actions: Iterable[Any]) -> Outcome:
         """Steps all environments."""
-        self._outcome, have_own_memory, envs = Outcome([], []), self._have_own_memory, self._envs
+        outcome, have_own_memory, envs = Outcome([], []), self._have_own_memory, self._envs
+        self._outcome = outcome
         self._lives.n_steps += 1
         if self._idle:
             envs = envs.copy()
@@ -166,28 +168,29 @@ class EnvGroup(EnvList):
             self._terminations[:] = self._truncations[:] = self._has_flags = False
         observations = self._step_envs(envs, actions, self._rewards)
         if not have_own_memory:  # each was written when it was made
-            return self._take_outcome()
-        if not self._have_own_memory or (self._idle and HELD in self._idle.values()):  # some are `KEPT`
+            pass
+        elif not self._have_own_memory or (self._idle and HELD in self._idle.values()):  # some are `KEPT`
             for k, observation in enumerate(observations):
                 self._write_one(k, observation)
-            return self._take_outcome()
-        for column in self._observations:
-            column.fill(observations, self._names)
-        if self._objects:
-            self._picked = self._objects.pick_all(observations)
-            self._outcome.objects.extend(enumerate(self._picked, self._first))
-        return self._take_outcome()
+        else:
+            for column in self._observations:
+                column.fill(observations, self._names)
+            if self._has_objects:
+                self._picked = self._objects.pick_all(observations)
+                outcome.objects.extend(enumerate(self._picked, self._first))
+        self._outcome = None
+        return outcome
 
     def step_one(self, k: int, action: Any) -> Outcome:
         """Steps environment k of the group."""
-        self._outcome, have_own_memory = Outcome([], []), self._have_own_memory
+        outcome = self._outcome = Outcome([], [])
         self._lives.count_one(k)
         self._terminations[k] = self._truncations[k] = False
         env = _Idle(self, k) if k in self._idle else self._envs[k]
         [observation] = self._step_envs([env], [action], self._rewards, k)
-        if have_own_memory:
-            self._write_one(k, observation)
-        return self._take_outcome()
+        self._write_one(k, observation)
+        self._outcome = None
+        return outcome
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Calls a method of each environment, or reads an attribute; returns the values."""
@@ -223,11 +226,6 @@ class EnvGroup(EnvList):
         """Sets an attribute of each environment to its value of `values`."""
         self._for_each("set_attr", lambda k, env: env.set_wrapper_attr(name, self._copy_argument(values[k])))
 
-    def _take_outcome(self) -> Outcome:
-        taken: Outcome = self._outcome
-        self._outcome = None  # an exact state has none
-        return taken
-
     def _keep(self, row: int, observation: Any) -> Any:
         self._write_one(row, observation)
         return observation
@@ -236,7 +234,7 @@ class EnvGroup(EnvList):
         if info:  # a copy: environments of one class may share its values, and write into them again
             self._outcome.infos.append((self._first + row, _copy_info(info)))
 
-    def _end(self, row: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Any:
+    def _end(self, row: int, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Any) -> Any:
         self._terminations[row], self._truncations[row], self._has_flags = terminated, truncated, True
         if self._mode is AutoresetMode.NEXT_STEP:
             self._idle[row] = RESET
@@ -318,7 +316,7 @@ class EnvGroup(EnvList):
             return
         for column in self._observations:
             column.put(k, observation, self._first + k)
-        if self._objects:
+        if self._has_objects:
             self._picked[k] = self._objects.pick(observation)
             self._outcome.objects.append((self._first + k, self._picked[k]))
 
