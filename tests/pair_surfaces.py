@@ -24,6 +24,7 @@ from rlstructs import (
     Checkpoint,
     DictTensor,
     GymEnvInf,
+    PackedTrajectories,
     RL_Agent,
     RL_Batcher,
     SpecError,
@@ -52,6 +53,7 @@ from rlstructs.replay import (
 
 N_LANES, T, CAPACITY, N_EACH, N_STEP, GAMMA, LENGTH = 3, 4, 22, 500, 3, 0.5, 3
 N_DRAWN = 30
+PACKED = {"packed": True, "context": 2}
 
 SKRL = ("skrl torch", "skrl jax", "skrl warp")
 ONE_LANE = ("tianshou one", "rlberry one", "torchrl list", "torchrl tensor", "torchrl memmap")
@@ -61,7 +63,8 @@ TORCHRL = ("torchrl list", "torchrl tensor", "torchrl memmap")
 SETTINGS = {
     "surface": (*SKRL, *TIANSHOU, *RLBERRY, *TORCHRL),
     "into": ("trajectories", "rows", "fed", "mixed"),
-    "out": ("sample", "n_step", "cross", "mask", "never", "stack", "all", "index", "iterate", "neighbours"),
+    "out": ("sample", "n_step", "cross", "mask", "never", "packed", "stack", "all", "index", "iterate",
+            "neighbours"),
     "priorities": ("no", "yes"),
     "restore": ("none", "npz", "pt", "h5", "csv", "pickle", "deepcopy", "checkpoint", "state_dict", "load while fed"),
     "shows": ("float32", "float64", "int64", "uint8", "bfloat16", "frame", "dict"),
@@ -97,7 +100,8 @@ RULES = [
     Rule({"into": ("trajectories", "rows"), "restore": ("load while fed",)}, "it is not fed"),
     Rule({"surface": others(*SKRL), "option": ("shared", "strict")}, "options of skrl"),
     Rule({"surface": others(*TIANSHOU), "option": ("ignore_obs_next", "save_only_last_obs")}, "options of tianshou"),
-    Rule({"option": ("save_only_last_obs",), "out": ("sample", "n_step", "all", "index", "iterate", "neighbours")},
+    Rule({"option": ("save_only_last_obs",),
+          "out": ("sample", "n_step", "packed", "all", "index", "iterate", "neighbours")},
          "it is for stacks"),
     Rule({"option": ("save_only_last_obs",), "into": ("trajectories", "fed")}, "observations come as stacks"),
     Rule({"surface": TORCHRL, "out": ("iterate",), "priorities": ("yes",)}, "it iterates for ever"),
@@ -549,6 +553,9 @@ class Course:
             )
         if "#windows" in more:
             self.check_windows(ids, mask, way)
+        if "#segments" in more:
+            for one, other, is_inside in zip(ids[:-1].tolist(), ids[1:].tolist(), more["#segments"], strict=True):
+                assert not is_inside or self.log.after(one) == other, f"packed: row {other} does not follow {one}"
         return set(ids[mask].ravel().tolist())
 
     def following(self, ids):
@@ -592,6 +599,9 @@ class Course:
             found = memory.sample_by_index(names, memory.get_sampling_indexes())
         elif way == "n_step":
             found = memory.sample(names, batch_size=N_DRAWN, n_step=N_STEP, gamma=GAMMA)
+        elif way == "packed":
+            found = packed_rows(memory.sample(names, batch_size=N_DRAWN, sequence_length=LENGTH, **PACKED))
+            found, axes = [[found.pop(name) for name in names]], axes | found
         elif way in ("cross", "mask", "never"):
             found = memory.sample(names, batch_size=N_DRAWN, sequence_length=LENGTH, episode_ends=way)
             axes = {"#axes": 2, "#mask": to_numpy(memory.get_sampling_mask()), "#windows": True}
@@ -608,13 +618,15 @@ class Course:
         if way == "all":
             return [{tag: to_numpy(value) for tag, value in self.memory.data.items()}]
         mode = "prioritized" if self.case["priorities"] == "yes" else "uniform"
-        length = LENGTH if way in ("cross", "mask", "never") else 1
-        batch = self.memory.sample(N_DRAWN, length, mode)
+        length = LENGTH if way in ("cross", "mask", "never", "packed") else 1
+        batch = self.memory.sample(N_DRAWN, length, mode, **(PACKED if way == "packed" else {}))
         info = flat(batch.info)
         self.check_priorities(
             lambda: self.memory.update_priorities(info["indices"], np.ones(info["indices"].shape)),
             lambda: info["weights"], True,
         )  # fmt: skip
+        if way == "packed":
+            return [packed_rows(batch.data)]
         more = {"#axes": 2, "#mask": info["mask"]} | ({"#windows": True} if length > 1 else {})
         found = flat(batch.data)
         found.pop("discount", None)
@@ -626,11 +638,15 @@ class Course:
             return [flat(memory.sample(0)[0])]
         if way == "iterate":
             return [{name: each[None] for name, each in flat(row).items()} for row in memory]
-        batch, index = memory.sample(N_DRAWN)
+        is_packed = way == "packed"
+        batch, index = memory.sample(N_DRAWN, **(PACKED | {"sequence_length": LENGTH} if is_packed else {}))
         self.check_priorities(
-            lambda: memory.update_weight(index, np.ones(len(index))), lambda: to_numpy(batch["weight"]),
+            lambda: memory.update_weight(index, np.ones(len(index))),
+            lambda: weights_of(batch) if is_packed else to_numpy(batch["weight"]),
             hasattr(memory, "update_weight"),
         )  # fmt: skip
+        if is_packed:
+            return [packed_rows(batch)]
         if way == "neighbours":
             obs = f"{self.names[0]}/a" if self.case["shows"] == "dict" else self.names[0]
 
@@ -650,13 +666,16 @@ class Course:
             return [flat(memory[:])]
         if way == "iterate":
             return [flat(batch) for batch in memory]
-        batch, info = memory.sample(return_info=True)
+        packed = PACKED | {"slice_len": LENGTH} if way == "packed" else {}
+        batch, info = memory.sample(return_info=True, **packed)
         index = to_numpy(info["index"])
         self.check_priorities(
             lambda: memory.update_priority(index, np.ones(len(index))), lambda: to_numpy(info["priority_weight"]), True
         )
         if way == "index":
             return [flat(memory[index])]
+        if packed:
+            return [packed_rows(batch)]
         found = flat(batch)
         return [found | {"#marks_ends": way == "never"}]
 
@@ -665,6 +684,20 @@ class Course:
             found = weights()
             assert ((found > 0) & (found <= 1 + 1e-6)).all(), f"weights of importance: {found}"
             update()
+
+
+def packed_rows(pack):
+    """The rows of a pack of any library, and whether each but the first is in the same segment as the one before."""
+    steps = pack if isinstance(pack, PackedTrajectories) else pack["steps"]
+    bounds = to_numpy(pack.cu_seqlens if steps is pack else pack["cu_seqlens"])
+    rows = flat(steps)
+    is_inside = np.ones(bounds[-1] + 1, bool)
+    is_inside[bounds] = False
+    return rows | {"#segments": is_inside[1:-1]}
+
+
+def weights_of(pack):
+    return to_numpy((pack.info if isinstance(pack, PackedTrajectories) else pack["info"])["weight"])
 
 
 def value_of(value, shape):

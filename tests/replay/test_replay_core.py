@@ -1006,3 +1006,16 @@ def test_lengths_of_many_episodes_are_set_as_those_of_each(order):
             stores[1].episodes.set_lengths(lanes[one], before[one], totals[one], n_after)
         many, each = (storage.episodes.columns.flat["episode"] for storage in stores)
         assert many.tolist() == each.tolist()
+
+
+def test_shifted_rows_go_round_the_end_of_their_lane(order):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n_lanes, capacity = (int(n) for n in rng.integers(1, 7, 2))
+        ids = RowIds(n_lanes, capacity, order)
+        rows, each = rng.integers(0, n_lanes * capacity, 7), rng.integers(-9, 10, 7)
+        lanes, slots = ids.places(rows)
+        assert np.array_equal(ids.shifted(rows, each), ids.rows(lanes, (slots + each) % capacity))
+        by = np.sort(each[:3])
+        around = ids.rows(lanes[:, None], (slots[:, None] + by) % capacity)
+        assert np.array_equal(ids.shifted(rows[:, None], by), around)

@@ -441,8 +441,12 @@ class RowIds:
 
         `by` (L,) for rows (B, 1) must be ascending.
         """
+        if self.order != LANE:  # every lane goes round the end of the store alike
+            shifted = rows + by * self.n_lanes
+            # In a third of the time of %.
+            return np.asarray(shifted - shifted // self.n_rows * self.n_rows)
         lanes, slots = (0, rows) if self.n_lanes == 1 else self.places(rows)
-        if self.order == LANE and rows.size and rows.ndim == 2 and np.ndim(by) == 1:
+        if rows.size and rows.ndim == 2 and np.ndim(by) == 1:
             low, high = slots.min() + by[0], slots.max() + by[-1]
             if low >= 0 and high < self.capacity:  # nearly always: none crosses the end of its ring
                 return np.asarray(rows + by)
