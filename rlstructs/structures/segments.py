@@ -262,10 +262,12 @@ def find_segments(
         `row`, `start`, `episode` and `continues` of each segment, (S,), and where each begins, int64 (S + 1,).
     """
     n_timesteps = max(shape[1], 1)
-    is_first = places % n_timesteps == 0
+    first = np.searchsorted(places, np.arange(shape[0]) * shape[1])
+    first = first[first < np.append(first[1:], places.size)]  # rows without steps begin where the next one does
     if by_episode and begins is not None:
-        is_first |= begins.ravel()[places]
-    first = is_first.nonzero()[0]
+        is_first = begins.ravel()[places]
+        is_first[first] = True
+        first = is_first.nonzero()[0]
     row, start = np.divmod(places[first], n_timesteps)
     at_start = start == 0
     # The number of a segment, less that of the first one of its row.

@@ -156,12 +156,17 @@ class PackedWindows(NamedTuple):
         self, counts: np.ndarray, bounds: np.ndarray, fields: Fields, info: Mapping[str, torch.Tensor]
     ) -> Layout:
         """The layout of windows with so many rows, as of a batch with a row for each."""
-        number, before = np.arange(len(counts)), fields[BEFORE]
-        # No wider than the episodes are; the drawn row is behind the room for the context.
-        context, length = int(before.max(initial=0)), int((counts - before).max(initial=0))
-        width = context + length
-        index = (context - before + number * width - bounds[:-1]).repeat(counts) + np.arange(bounds[-1])
-        mask = index % max(width, 1) >= context if self.context else None
+        number, longest = np.arange(len(counts)), int(counts.max(initial=0))
+        mask, width, start = None, longest, number * longest - bounds[:-1]
+        if self.context:
+            # No wider than the episodes are; the drawn row is behind the room for the context.
+            before = fields[BEFORE]
+            context = int(before.max(initial=0))
+            width = context + int((counts - before).max(initial=0))
+            start = context - before + number * width - bounds[:-1]
+        index = start.repeat(counts) + np.arange(bounds[-1])
+        if self.context:
+            mask = torch.from_numpy(index % max(width, 1) >= context)
         zeros = torch.zeros(len(counts), dtype=torch.int64)
         continues = torch.from_numpy(fields[CONTINUES])
         table = {"row": torch.from_numpy(number), "start": zeros, "episode": zeros, "continues": continues}
@@ -173,8 +178,8 @@ class PackedWindows(NamedTuple):
             torch.from_numpy(counts),
             torch.full((len(counts),), UNKNOWN),
             width,
-            int(counts.max(initial=0)),
-            None if mask is None else torch.from_numpy(mask),
+            longest,
+            mask,
         )
 
 
