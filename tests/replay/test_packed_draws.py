@@ -157,6 +157,24 @@ def test_windows_begin_with_rows_of_high_priority(surface):
     assert np.isin(host(again), rows[:2]).mean() > 0.9
 
 
+@pytest.mark.parametrize("name", ["VectorReplayBuffer", "ChunkReplayBuffer of lanes"])
+def test_windows_that_were_overwritten_are_replaced_by_others_of_any_length(name, monkeypatch):
+    surface = SURFACES[name]
+    made, answers = fill(surface, seed=7), iter([np.arange(N) % 3 == 0, np.arange(N // 3) % 2 == 0])
+    episodes = {frame: episode for episode in surface.episodes(made, surface.frame) for frame in episode}
+    monkeypatch.setattr(made._storage, "find_overwritten", lambda picked: next(answers, None))
+    pack, _, _ = draw(made, surface.names, context=2)
+    found = tree(pack)
+    frames, mask = found["steps"][surface.frame].reshape(-1), found["mask"]
+    assert np.array_equal(found["steps"][surface.action].reshape(-1), frames)
+    for start, stop in itertools.pairwise(found["cu_seqlens"]):
+        window = frames[start:stop].tolist()
+        anchor = window[int(mask[start:stop].argmax())]
+        at = episodes[anchor].index(anchor)
+        assert window == episodes[anchor][max(0, at - 2) : at + LENGTH]
+    assert next(answers, None) is None  # both were asked for
+
+
 def test_packs_of_threads_beside_a_writer_are_whole():
     made, stop = ChunkReplayBuffer(64, 0), threading.Event()
     made.setup_entry("n", np.int64)
