@@ -302,8 +302,10 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _find_modules_here() -> None:
-    if (here := os.getcwd()) not in sys.path:  # for --agent and module:EnvId; workers get this path too
-        sys.path.insert(0, here)
+    # For --agent and module:EnvId. Last, as workers get this path too and import the library by it: nothing in the
+    # current directory takes the place of an installed module.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def _tune(options: argparse.Namespace) -> int:
