@@ -198,7 +198,8 @@ class Course:
         self.n_workers = max(1, self.n_processes)
         self.n_envs = N_ENVS + case["env"].startswith("agents")  # of one worker
         self.n = self.n_workers * self.n_envs
-        self.ledger, self.version, self.turns, self.kept, self.is_under_way = Ledger(), 0, 0, None, False
+        self.ledger, self.version, self.turns, self.kept = Ledger(self.n_envs), 0, 0, None
+        self.is_under_way = False
         if case["failure"] in ENV_RESTARTS:  # the last environment, and no worker
             self.ledger.anew.add(self.n - 1)
         self.has_agent_info, self.has_env_info = (case["info"] in (name, "both") for name in ("agent_info", "env_info"))

@@ -116,16 +116,21 @@ def check_batch(batch, case):
 class Ledger:
     """What was handed out of each environment, so that nothing is missing and nothing comes twice.
 
+    Args:
+        n_envs: environments of one worker.
+
     Attributes:
         reached: environment -> generation, episode and step that come next.
         renewed: environments that may begin any later episode, because of a reset.
-        lost: environment -> how often its worker may have been replaced: so often a length of 0 was handed out.
+        lost: environment -> how often its worker may have been replaced: so often a length of 0 was handed out for it,
+            or, where it had ended and so had no row, for all that its worker still ran.
         anew: environments that fail by themselves, and are made anew where they do.
         episodes: those that have ended since they were taken: environment, return, length, terminated.
         n_steps: the steps of all environments.
         generations: of each environment, those that were seen.
     """
 
+    n_envs: int
     reached: dict = field(default_factory=dict)
     renewed: set = field(default_factory=set)
     lost: Counter = field(default_factory=Counter)
@@ -147,7 +152,13 @@ class Ledger:
         steps, shows = batch.trajectories, case["shows"]
         seen, after = (numbers_of(steps, prefix, shows) for prefix in ("observation/", "_observation/"))
         done, terminated = (array(steps[f"_observation/{name}"]) for name in ("done", "terminated"))
-        for row, env in enumerate(array(batch.info["env_index"]).tolist()):
+        envs = array(batch.info["env_index"]).tolist()
+        lengths = dict(zip(envs, batch.lengths.tolist(), strict=True))
+        for first in {env // self.n_envs * self.n_envs for env in envs}:
+            own = range(first, first + self.n_envs)
+            if not any(lengths.get(env) for env in own):
+                self.lost.update(env for env in own if env not in lengths)
+        for row, env in enumerate(envs):
             length = int(batch.lengths[row])
             if not length:
                 self.lost[env] += 1
