@@ -16,6 +16,7 @@ from rlstructs.batcher.lifecycle import Lifecycle
 from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import ROW_INFO, Batch, SlotTransport, Transport
 from rlstructs.batcher.worker_record import RolloutOrder
+from rlstructs.checks import UNKNOWN
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.intake.trajectories import POLICY_VERSION
 from rlstructs.replay.rows.lanes import HEAD, RESERVED
@@ -23,6 +24,7 @@ from rlstructs.replay.rows.store import Storage
 from rlstructs.rollout.feeding import FedMemory, Feed
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.reading import specs_of_steps
+from rlstructs.shared.slots import Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -89,6 +91,8 @@ class FedByWorkers:
         self._supervisor, self._transport = supervisor, transport
         # The counters by which this process reads while rollouts are under way.
         self._shown = storage.counters.shared.copy()
+        # The steps that follow the rows shown: workers may have left gaps in what they wrote since.
+        self._following = storage.counters.following().copy()
         # Below these steps rows may have been overwritten by rollouts that were lost.
         self._lost = self._shown[RESERVED].copy()
         # Gives the memory back if the batcher is dropped without `close`.
@@ -103,7 +107,7 @@ class FedByWorkers:
         """Hides the rows that workers will write until they are handed out."""
         if not self._is_ahead:
             with self._storage.lock:  # after another thread has saved the memory
-                self._hide(self._storage.counters.shared)
+                self._hide(self._storage.counters.shared, self._storage.counters.following())
         self._reserve(dict.fromkeys(range(len(self._transport.blocks)), self._supervisor.run_ahead + 1))
 
     def show(self, orders: Mapping[int, RolloutOrder], batch: Batch) -> None:
@@ -111,12 +115,15 @@ class FedByWorkers:
         if not self._is_ahead:  # they were ordered before `feed`
             return
         for worker, order in orders.items():
-            self._shown[HEAD][self._lanes_of(worker)] += self._count_rows(worker, order)
+            lanes, n = self._lanes_of(worker), self._count_rows(worker, order)
+            self._shown[HEAD][lanes] += n
+            first = UNKNOWN if self._has_one_lane else self._slots_of(order).first_steps[lanes]
+            self._following[lanes] = np.where(n, np.where(first == UNKNOWN, UNKNOWN, first + n), self._following[lanes])
         records = self._supervisor.records
         n_under_way = {worker: len(record.orders) - (worker in orders) for worker, record in enumerate(records)}
         self._reserve(n_under_way)
         if not any(n_under_way.values()):  # both are the same now
-            self._storage.show(None)
+            self._storage.show_all()
 
     def restart(self, workers: Collection[int]) -> None:
         """Removes rows that workers had written of a rollout lost with them."""
@@ -145,21 +152,21 @@ class FedByWorkers:
         orders = [record.orders for record in self._supervisor.records]
         if not any(orders):
             return
-        before = self._storage.counters.shared.copy()
+        before, following = self._storage.counters.shared.copy(), self._storage.counters.following()
         for worker, order in ((worker, order) for worker, each in enumerate(orders) for order in each):
             if not order.is_lost and order.number >= first_numbers[worker]:
                 batch = self._transport.make_batch({worker: order}, version_before, version_before)
                 self.feed.writer.add_trajectories(batch.read(), self.feed.names)
-        self._hide(before)
+        self._hide(before, following)
         self._reserve({worker: len(each) for worker, each in enumerate(orders)})
 
-    def _hide(self, counters: np.ndarray) -> None:
+    def _hide(self, counters: np.ndarray, following: np.ndarray) -> None:
         """Makes this process read by a private copy of the counters.
 
         From here on it does not see what workers add to the shared ones.
         """
-        self._shown[...], self._lost[...] = counters, counters[RESERVED]
-        self._storage.show(self._shown, _only_in_this_thread(call_weakly(self._supervisor.settle)))
+        self._shown[...], self._lost[...], self._following[...] = counters, counters[RESERVED], following
+        self._storage.show(self._shown, self._following, _only_in_this_thread(call_weakly(self._supervisor.settle)))
 
     def _lanes_of(self, worker: int) -> slice:
         block = self._transport.blocks[worker]
@@ -173,9 +180,14 @@ class FedByWorkers:
         """
         if order.is_lost or order.number < self.first_numbers[worker]:
             return 0
-        block, slots = self._transport.blocks[worker], self._transport.slots
-        lengths = slots[order.number % len(slots)].lengths[block.start : block.stop]
+        block = self._transport.blocks[worker]
+        lengths = self._slots_of(order).lengths[block.start : block.stop]
         return lengths.sum() if self._has_one_lane else lengths
+
+    def _slots_of(self, order: RolloutOrder) -> Slots:
+        """Returns the slots that a rollout was written to."""
+        slots = self._transport.slots
+        return slots[order.number % len(slots)]
 
     def _reserve(self, n_rollouts: Mapping[int, int]) -> None:
         """Hides the rows that so many rollouts of these workers may overwrite."""

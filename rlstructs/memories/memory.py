@@ -403,8 +403,7 @@ class Memory(StoredTensors, ABC):
     def _state(self) -> dict[str, Any]:
         """Returns sizes, dtypes and random state, for the header of a file."""
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
-        following = self._storage.counters.continuity.following(self._storage.ring.head).tolist()
-        own = {"tensors": self._tensors.describe(), "following": following}
+        own = {"tensors": self._tensors.describe(), "following": self._storage.counters.following().tolist()}
         return {**sizes, **own, "rng": plain_state(self._rng)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections import Counter
 
 import gymnasium
 import numpy as np
@@ -408,6 +409,44 @@ def test_a_restored_batcher_goes_on_with_the_episodes_of_the_restored_memory(nam
         checkpoint.restore()
         play(batcher, memory, 2)
         assert episodes(memory._storage, column=REWARD[name]) == [steps(1, 20)]
+
+
+n_made: Counter[int] = Counter()  # by process
+
+
+class FailsOnce(Blank):
+    """Fails in its eighth step if it is one of the first in its process."""
+
+    def __init__(self):
+        n_made[os.getpid()] += 1
+        self.fails_at = 8 if n_made[os.getpid()] <= N_LANES else None
+
+    def step(self, action):
+        if self.t + 1 == self.fails_at:
+            raise ValueError("planted")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_gap_that_a_worker_has_left_ahead_is_none_behind_the_rows_shown(name, tmp_path):
+    """Its environment failed in a rollout that is not handed out yet: what was handed out goes on after a load."""
+
+    def open_all():
+        memory = MEMORIES[name]()
+        batcher = make_batcher(FailsOnce, n_workers=1, run_ahead=3, memory=memory, on_env_failure="restart")
+        return memory, batcher, Checkpoint(tmp_path, batcher=batcher, memory=memory)
+
+    memory, batcher, checkpoint = open_all()
+    with batcher:
+        collect(batcher)
+        checkpoint.save(step=1)
+    memory, batcher, checkpoint = open_all()
+    with batcher:
+        checkpoint.restore()
+        for _ in range(3):
+            collect(batcher)
+        found = [values for lane in range(N_LANES) for values in episodes(memory._storage, lane, REWARD[name])]
+    assert found == [steps(1, 7), steps(1, 10)] * N_LANES
 
 
 @pytest.mark.parametrize("name", MEMORIES)

@@ -169,7 +169,7 @@ def contents(buffer: Stored) -> Contents:
         "capacity": columns.capacity,
         "alignment": storage.alignment,
         "n_slots": n_slots,
-        "following": storage.counters.continuity.following(storage.ring.head).tolist(),
+        "following": storage.counters.following().tolist(),
         "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
         "linked": {name: link.source for name, link in columns.links.items()},
         "rng": plain_state(buffer._rng),

@@ -268,6 +268,7 @@ class Counters:
     def __init__(self, n_lanes: int, backing: Backing) -> None:
         self._block = backing.allocate("counters", ((N_COUNTERS + N_NUMBERS) * n_lanes + N_NOTES) * 8)
         self.shown: np.ndarray | None = None
+        self._following = np.zeros(0, np.int64)
         self._settle: Callable[[], None] | None = None
         self._map()
 
@@ -295,12 +296,27 @@ class Counters:
         """Returns the counters that this process reads by, int64 (3, n_lanes)."""
         return self.shared if self.shown is None else self.shown
 
-    def show(self, shown: np.ndarray | None, settle: Callable[[], None] | None) -> None:
-        """Pins the counters that this process reads by; None unpins them.
+    def following(self) -> np.ndarray:
+        """Returns the steps that would follow the newest rows that this process reads, int64 (n_lanes,).
 
-        `settle` waits until no other process writes.
+        See `Continuity.following`.
         """
-        self.shown, self._settle = shown, settle
+        return self.continuity.following(self.shared[HEAD]) if self.shown is None else self._following
+
+    def show(self, shown: np.ndarray, following: np.ndarray, settle: Callable[[], None]) -> None:
+        """Pins the counters that this process reads by.
+
+        Args:
+            shown: int64 (3, n_lanes).
+            following: int64 (n_lanes,), the steps that follow the rows up to these heads: others that have written
+                more rows may have left a gap since.
+            settle: waits until no other process writes.
+        """
+        self.shown, self._following, self._settle = shown, following, settle
+
+    def show_all(self) -> None:
+        """Unpins the counters."""
+        self.shown = self._settle = None
 
     def settle(self) -> None:
         """Waits until no other process writes, if counters are pinned."""
@@ -317,7 +333,8 @@ class Counters:
         self.shared[RESERVED] = self.shown[RESERVED]
         keep_order()
         self.shared[HEAD] = self.shown[HEAD]
-        self.show(None, None)
+        self.continuity.restore(self._following, self.shown[HEAD])
+        self.show_all()
 
     def check_writable(self) -> None:
         """Raises StateError while other processes write."""

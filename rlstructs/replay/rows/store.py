@@ -91,12 +91,14 @@ class Storage(CopiedWhole):
         self._map()
         renew_lock_after_fork(self)
 
-    def show(self, counters: np.ndarray | None, settle: Callable[[], None] | None = None) -> None:
-        """Pins the counters this process reads by, and refuses writes.
+    def show(self, counters: np.ndarray, following: np.ndarray, settle: Callable[[], None]) -> None:
+        """Pins the counters this process reads by, and refuses writes; see `Counters.show`."""
+        self.counters.show(counters, following, settle)
+        self._map()
 
-        None unpins them. `settle` waits until no other process writes.
-        """
-        self.counters.show(counters, settle)
+    def show_all(self) -> None:
+        """Unpins the counters."""
+        self.counters.show_all()
         self._map()
 
     def take_back(self, shown: np.ndarray) -> None:
