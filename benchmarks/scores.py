@@ -16,7 +16,8 @@ what it runs has changed since the line's commit, which is its program and the l
 A commit is called `-dirty` where there are such changes that are not committed. Its lines stand while that commit is
 checked out with changes, whatever they are: begin a new file then.
 
-Programs round their steps up to whole rollouts: PPO, DQN and A2C get the most that lie within 200k, 150k and 1M. The
+Programs round their steps up to whole rollouts: PPO, DQN and A2C get the most that lie within 200k, 150k and 1M, and
+PPO with a transformer within 150k. The
 tables at the end are of all lines that stand for these commands: means over seeds, with the standard deviation of
 scores. `--table` trains nothing. Exits with 1 when a run failed.
 """
@@ -67,6 +68,7 @@ class Row:
 
 
 PPO = ("--n-steps", "198656")
+MEMORY = ("--n-steps", "149504")
 CHEETAH = ("--env-id", "HalfCheetah-v5", "--n-eval", "10")
 ROWS = (
     Row("ppo", "examples/ppo.py", PPO, target=475),
@@ -76,6 +78,8 @@ ROWS = (
     Row("dqn", "examples/dqn.py", ("--n-steps", "149888"), target=475),
     Row("sac", "examples/sac.py", target=-200),
     Row("a2c_recurrent", "examples/a2c_recurrent.py", ("--n-steps", "999424"), target=400),
+    Row("ppo_transformer", "examples/ppo_transformer.py", MEMORY, target=400),
+    Row("ppo_transformer-maze", "examples/ppo_transformer.py", (*MEMORY, "--task", "t-maze"), target=0.95),
     Row("evolution", "examples/evolution.py", target=475),
     Row("jax_dqn", "examples/jax_dqn.py", target=475),
     Row("ppo_jax", "examples/ppo_jax.py", PPO, target=475),
@@ -98,7 +102,8 @@ IN_TURN = ("ppo-in-turn", "ppo-sb3", "ppo-sb3-dummy")
 
 
 # What a program takes from another one.
-NEEDED = {"benchmarks/ppo_sb3.py": ("examples/ppo.py",)}
+TASKS = ("examples/memory_tasks.py",)
+NEEDED = {SB3: ("examples/ppo.py",), "examples/a2c_recurrent.py": TASKS, "examples/ppo_transformer.py": TASKS}
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:

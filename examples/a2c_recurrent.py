@@ -3,9 +3,9 @@
     python examples/a2c_recurrent.py --seed 1
 
 The policy sees where cart and pole are, not how they move: it has to remember. Its memory is an agent state, which
-goes on from one rollout to the next; the learner repeats the rollout from the state that was recorded at its
-beginning. It shows a progress bar, and prints at the end the mean return of `--n-eval` episodes in which the policy
-takes its most likely action, and how fast the training was:
+goes on from one rollout to the next; the learner packs the episodes of a rollout, and runs the LSTM over them from the
+states that were recorded. It shows a progress bar, and prints at the end the mean return of `--n-eval` episodes in
+which the policy takes its most likely action, and how fast the training was:
 
     CartPole-v1 without velocities: score 500.0, 1000448 steps, 24452 steps/s
 
@@ -22,23 +22,12 @@ import importlib
 import time
 from dataclasses import dataclass
 
-import gymnasium
-import numpy as np
 import torch
+from memory_tasks import TASKS, create_env
 from torch import nn
 from tqdm import tqdm
 
-from rlstructs import (
-    Checkpoint,
-    DictTensor,
-    GymEnvInf,
-    RL_Agent,
-    RL_Batcher,
-    Trajectories,
-    gae,
-    replay_agent,
-    transitions,
-)
+from rlstructs import Checkpoint, DictTensor, RL_Agent, RL_Batcher, Trajectories, gae, transitions
 from rlstructs.integrations.logging import open_log
 
 
@@ -46,6 +35,7 @@ from rlstructs.integrations.logging import open_log
 class Args:
     """What the command line sets."""
 
+    task: str = "cart-pole"  # or t-maze
     n_steps: int = 1_000_000  # rounded up to whole rollouts
     n_processes: int = 2
     n_envs: int = 16
@@ -55,7 +45,6 @@ class Args:
     gamma: float = 0.99
     gae_lambda: float = 0.95
     entropy_weight: float = 0.0
-    reward_scale: float = 0.05
     n_eval: int = 100
     seed: int = 0
     plot: str = ""
@@ -68,7 +57,7 @@ class Network(nn.Module):
 
     def __init__(self, n_inputs: int, n_actions: int, n_hidden: int) -> None:
         super().__init__()
-        self.memory = nn.LSTMCell(n_inputs, n_hidden)
+        self.memory = nn.LSTM(n_inputs, n_hidden)
         self.actor, self.critic = nn.Linear(n_hidden, n_actions), nn.Linear(n_hidden, 1)
 
     def policy(self, features: torch.Tensor) -> torch.distributions.Categorical:
@@ -85,62 +74,36 @@ class Policy(RL_Agent):
         zeros = torch.zeros(B, self.network.memory.hidden_size)
         return DictTensor({"h": zeros, "c": zeros.clone()})
 
-    def advance(self, state: DictTensor, observation: DictTensor) -> DictTensor:
-        """The state after an observation; an episode begins without memories."""
-        is_first = observation["initial_state"][:, None]
-        h, c = (torch.where(is_first, 0.0, state[key]) for key in ("h", "c"))
-        h, c = self.network.memory(observation["frame"], (h, c))
-        return DictTensor({"h": h, "c": c})
-
     def __call__(self, state, observation, agent_info, history=None):
-        state = self.advance(state, observation)
-        policy = self.network.policy(state["h"])
-        return DictTensor({"action": policy.mode if agent_info["greedy"][0] else policy.sample()}), state
-
-    def replay(self, trajectories, t, state):
-        """As `call_replay`, for the states alone: what comes of them is computed for all steps at once."""
-        if state is None:
-            state = trajectories.info.truncate_key("agent_state/")
-        state = self.advance(state, trajectories.trajectories.temporal_index(t).truncate_key("observation/"))
-        return state, state
+        is_first = observation["initial_state"][:, None]  # an episode begins without memories
+        before = tuple(torch.where(is_first, 0.0, state[key])[None] for key in ("h", "c"))
+        features, (h, c) = self.network.memory(observation["frame"][None], before)
+        policy = self.network.policy(features[0])
+        action = policy.mode if agent_info["greedy"][0] else policy.sample()
+        return DictTensor({"action": action}), DictTensor({"h": h[0], "c": c[0]})
 
     def update(self, info):
         self.network.load_state_dict(info)
 
 
-def make() -> gymnasium.Env:
-    env = gymnasium.make("CartPole-v1")
-    low, high = (bound[::2] for bound in (env.observation_space.low, env.observation_space.high))
-    space = gymnasium.spaces.Box(low, high)
-    env = gymnasium.wrappers.TransformObservation(env, lambda observation: observation[::2], space)
-    # An episode ends at half of the bounds, which is at 1 then.
-    return gymnasium.wrappers.RescaleObservation(env, np.float32(-2), np.float32(2))
-
-
-def create_env(n_envs: int, seed: int) -> GymEnvInf:
-    return GymEnvInf([make() for _ in range(n_envs)], seed)
-
-
-def learn(policy: Policy, optimizer: torch.optim.Optimizer, batch: Trajectories, args: Args) -> dict[str, float]:
+def learn(network: Network, optimizer: torch.optim.Optimizer, batch: Trajectories, args: Args) -> dict[str, float]:
     """One step from a rollout; its losses."""
-    network, steps = policy.network, batch.trajectories
-    states = replay_agent(policy, batch, "replay")
-    values = network.critic(states["h"])[..., 0]
+    pack = batch.packed("episode")
+    before = tuple(pack.state[key][None] for key in ("h", "c"))
+    sequence, behind = network.memory(pack.as_packed_sequence("observation/frame"), before)
+    features, last = pack.from_packed_sequence(sequence), pack.cu_seqlens[1:].long() - 1
+    values = network.critic(features)[:, 0]
     with torch.no_grad():
-        # The true next observation, also where an episode ended, after the memories of step t.
-        rows = [tensor.flatten(0, 1) for tensor in (steps["_observation/frame"], states["h"], states["c"])]
-        features, _ = network.memory(rows[0], (rows[1], rows[2]))
-        next_values = network.critic(features).view_as(values)
-    told = transitions(steps)
-    # Values of a few units: those of 100 would take long to learn, and until then advantages say nothing.
-    told["rewards"] = told["rewards"] * args.reward_scale
+        # Behind the last step of a segment the memory goes on with the observation that followed it.
+        final, _ = network.memory(pack["_observation/frame"][last][None], behind)
+        next_values = values.roll(-1).index_copy(0, last, network.critic(final[0])[:, 0])
     advantages, targets = gae(
-        values=values.detach(), next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **told
+        values=values.detach(), next_values=next_values, gamma=args.gamma, lambda_=args.gae_lambda, **transitions(pack)
     )
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    distribution = network.policy(states["h"])
-    policy_loss = -(distribution.log_prob(steps["action/action"]) * advantages).mean()
-    value_loss, entropy = nn.functional.mse_loss(values, targets), distribution.entropy().mean()
+    policy = network.policy(features)
+    policy_loss = -(policy.log_prob(pack["action/action"]) * advantages).mean()
+    value_loss, entropy = nn.functional.mse_loss(values, targets), policy.entropy().mean()
     optimizer.zero_grad()
     (policy_loss + value_loss - args.entropy_weight * entropy).backward()
     nn.utils.clip_grad_norm_(network.parameters(), 0.5)
@@ -199,11 +162,14 @@ def optional(module: str, install: str = "--plot needs pip install matplotlib"):
 def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # for networks this small more are slower, and the workers need the cores
-    network = Network(n_inputs=2, n_actions=2, n_hidden=args.n_hidden)
-    policy, optimizer = Policy(network), torch.optim.Adam(network.parameters(), lr=args.learning_rate)
+    name, make = TASKS[args.task]
+    env = make()
+    network = Network(env.observation_space.shape[0], int(env.action_space.n), args.n_hidden)
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
     with RL_Batcher(
-        args.n_timesteps, Policy, {"network": network}, create_env, {"n_envs": args.n_envs},
-        args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
+        args.n_timesteps, Policy, {"network": network},
+        create_env, {"task": args.task, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
+        agent_info=DictTensor({"greedy": torch.tensor([False])}),
     ) as batcher:  # fmt: skip
         log = Log(args)
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
@@ -215,14 +181,13 @@ def main(args: Args) -> None:
                 batcher.execute()
                 batch, _ = batcher.get()
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - log.n_steps / args.n_steps)
-                losses = learn(policy, optimizer, batch, args)
+                losses = learn(network, optimizer, batch, args)
                 batcher.update(network.state_dict())
                 log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
                 checkpoint.save_if_due(log.n_steps)
         speed = log.close()
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))
-    score = episodes["return"].mean()
-    print(f"CartPole-v1 without velocities: score {score:.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
+    print(f"{name}: score {episodes['return'].mean():.2f}, {log.n_steps} steps, {speed:.0f} steps/s")
 
 
 if __name__ == "__main__":

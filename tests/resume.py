@@ -121,15 +121,16 @@ def make_a2c():
 
     args = a2c.Args(n_envs=4, n_timesteps=16, n_hidden=16)
     network = a2c.Network(2, 2, args.n_hidden)
-    policy, optimizer = a2c.Policy(network), torch.optim.Adam(network.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
     batcher = RL_Batcher(
-        args.n_timesteps, a2c.Policy, {"network": network}, a2c.create_env, {"n_envs": args.n_envs}, 2, 0,
+        args.n_timesteps, a2c.Policy, {"network": network}, a2c.create_env,
+        {"task": args.task, "n_envs": args.n_envs, "gamma": args.gamma}, 2, 0,
         agent_info=DictTensor({"greedy": torch.tensor([False])}),
     )  # fmt: skip
     infos = DictTensor({"greedy": torch.zeros(8, dtype=torch.bool)})
 
     def learn(batch, n):
-        return a2c.learn(policy, optimizer, batch, args)["policy_loss"]
+        return a2c.learn(network, optimizer, batch, args)["policy_loss"]
 
     return batcher, None, {"actor": network}, optimizer, lambda n: {} if n else {"agent_info": infos}, learn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 import torch
 from processes import LIMIT
 
-from rlstructs import DictTensor
+from rlstructs import DictTensor, RL_Batcher
 from rlstructs.testing import check_env
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -71,6 +72,11 @@ RUNS = {
         [*TRAINING, "--n-before", "32", "--env-id", "HalfCheetah-v5"], rf"HalfCheetah-v5: score {SCORE}"
     ),
     "a2c_recurrent.py": (TRAINING, rf"CartPole-v1 without velocities: score {SCORE}"),
+    "a2c_recurrent.py --task t-maze": ([*TRAINING, "--task", "t-maze"], rf"T-maze of 20 steps: score {SCORE}"),
+    "ppo_transformer.py": ([*TRAINING, "--window", "4"], rf"CartPole-v1 without velocities: score {SCORE}"),
+    "ppo_transformer.py --task t-maze": (
+        [*TRAINING, "--task", "t-maze", "--n-layers", "2"], rf"T-maze of 20 steps: score {SCORE}"
+    ),
     "reinforce.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
     "multi_agent.py": (TRAINING, rf"simple_spread_v3: score {SCORE}"),
     "multi_agent.py --policies each": ([*TRAINING, "--policies", "each"], rf"simple_spread_v3: score {SCORE}"),
@@ -100,7 +106,7 @@ def test_an_example_runs(name, subprocess_env, tmp_path):
 
 
 def test_every_example_is_run():
-    run_below = {"play_ppo.py"}
+    run_below = {"play_ppo.py", "memory_tasks.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {name.split()[0] for name in RUNS} | run_below
 
 
@@ -137,6 +143,67 @@ def test_what_was_not_saved_cannot_be_played(subprocess_env, tmp_path):
     )
     words = "policy.pt: no such file, first run python examples/ppo.py --save policy.pt"
     assert done.returncode == 2 and words in done.stderr
+
+
+@pytest.fixture
+def transformer(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("ppo_transformer")
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+@pytest.mark.parametrize("task", ["cart-pole", "t-maze"])
+def test_a_transformer_over_packs_is_the_one_that_acted(transformer, task, n_layers):
+    args = transformer.Args(task=task, n_layers=n_layers, window=5)
+    network = transformer.ActorCritic(2, {"cart-pole": 2, "t-maze": 3}[task], args)
+    torch.nn.init.orthogonal_(network.actor.weight, 2.0)
+    infos = {"agent_info": DictTensor({"greedy": torch.tensor([False])})}
+    with RL_Batcher(
+        40, transformer.Policy, {"network": network},
+        transformer.create_env, {"task": task, "n_envs": 3, "gamma": 0.99}, 0, 0, **infos,
+    ) as batcher:  # fmt: skip
+        batcher.reset(agent_info=DictTensor({"greedy": torch.zeros(3, dtype=torch.bool)}))
+        for _ in range(3):  # the second begins in the middle of episodes
+            batcher.execute()
+            pack = batcher.get()[0].packed("episode")
+            policy = network.policy(network(pack.state, pack["observation/frame"], pack.segment_ids))
+            log_probs = policy.log_prob(pack["action/action"])
+            torch.testing.assert_close(log_probs, pack["action/log_prob"], rtol=0, atol=1e-5)
+
+
+def test_attention_of_variable_length_is_that_with_a_mask(transformer, monkeypatch):
+    def varlen_attn(q, k, v, begins, _, longest, __, *, window_size):
+        assert longest == begins.diff().max() and q.dtype == torch.bfloat16 and begins.dtype == torch.int32
+        parts = []
+        for low, high in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+            back = torch.arange(high - low)[:, None] - torch.arange(high - low)
+            allowed = (back >= -window_size[1]) & (back <= window_size[0])
+            own = (x[low:high].transpose(0, 1) for x in (q, k, v))
+            parts.append(torch.nn.functional.scaled_dot_product_attention(*own, allowed).transpose(0, 1))
+        return torch.cat(parts)
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(transformer, "varlen_attn", varlen_attn)
+    ids, qkv = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, 2]), torch.randn(3, 9, 2, 4).bfloat16().float()
+    found, expected = (transformer.attention(each, 3)(*qkv) for each in (ids.as_subclass(OnCuda), ids))
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=0, atol=0.02)
+
+
+def test_the_turn_of_the_maze_is_told_at_its_beginning_alone(transformer):
+    _, make = transformer.TASKS["t-maze"]
+    shown = {}
+    for seed, goal in ((seed, goal) for seed in range(8) for goal in (1, 2)):
+        env = make()
+        first, _ = env.reset(seed=seed)
+        rows = [first, *(env.step(0)[0] for _ in range(20))]
+        assert env.step(0)[1:3] == (-0.1, False)  # there is a wall
+        _, reward, terminated, _, _ = env.step(goal)
+        assert terminated and reward == (first[0] == {1: -1, 2: 1}[goal])
+        shown.setdefault(float(first[0]), []).append(np.stack(rows)[1:])
+    assert set(shown) == {-1.0, 1.0}
+    assert all(np.array_equal(rows, shown[1.0][0]) for each in shown.values() for rows in each)
 
 
 def test_dqn_refuses_continuous_actions(subprocess_env, tmp_path):
