@@ -61,6 +61,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.trace.lane import EVALUATE, LEASE, ORDER, READ, RESET, SAVE, UPDATE, Lane, during
 from rlstructs.trace.timeline import Timeline
+from rlstructs.trace.verdict import explain
 from rlstructs.workers.interrupts import defer_first_interrupt
 from rlstructs.workers.public_names import set_module
 
@@ -652,6 +653,24 @@ class RL_Batcher:
         """
         self._life.check_open("trace")
         return record(path, self._engine.board)
+
+    def explain(self) -> str:
+        """Says where the time went since the last call, and what to do about it.
+
+        Returns:
+            Five lines: the bottleneck; what to do; the shares of the trainer's time; of the workers' time; how much was
+            done. `rlstructs trace FILE` says the same of a timeline.
+
+        Example:
+            >>> from rlstructs import RL_Batcher
+            >>> with RL_Batcher.make("CartPole-v1", n_envs=4, n_workers=2, n_timesteps=10, seed=0) as batcher:
+            ...     n_rollouts = sum(1 for _ in batcher.rollouts(n_steps=80))
+            ...     lines = batcher.explain().splitlines()
+            >>> lines[1].split(": ")[0], lines[4].split(",")[0]
+            ('to do', '80 steps')
+        """
+        self._life.check_open("explain")
+        return "\n".join(explain(self._engine.board.take_account()))
 
     @during(SAVE)
     def state_dict(self, exact: bool | str = False) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def start_engine(settings: JobSettings, run: RunSettings, debug: bool, make: typ
         board.write_facts(n_envs=contents.n_envs)
         own = run.n_processes == 0
         outbox = weights.LocalOutbox() if own else weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
+        board.begin_account()
         return make(settings, supervisor, transport, outbox, *arenas)
     except BaseException:
         with contextlib.suppress(Exception):

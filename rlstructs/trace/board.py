@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.trace.lane import IS_TRACED, LEARN, N_CELLS, N_EVENTS, START, Lane
+from rlstructs.trace.verdict import Account
 from rlstructs.workers.arena import SharedArena
 from rlstructs.workers.limits import n_cores
 
@@ -85,9 +86,22 @@ class Board:
         """Makes the lane of this process."""
         return Lane(self.cells(row), self.ring(row), self.is_traced, START if row else LEARN)
 
-    def read(self, n_rows: int) -> np.ndarray:
-        """Copies the cells of all lanes, int64 (n_rows, N_CELLS)."""
-        return np.stack([np.array(self.cells(row)) for row in range(n_rows)])
+    def read(self) -> np.ndarray:
+        """Copies the cells of all lanes, int64 (W + 1, N_CELLS)."""
+        return np.stack([np.array(self.cells(row)) for row in range(self.facts["n_workers"] + 1)])
+
+    def begin_account(self) -> None:
+        """Forgets what has been until now; see `take_account`."""
+        self._before = self._read_now()
+
+    def take_account(self) -> Account:
+        """Returns where the time went since the last call, or since `begin_account`."""
+        before, self._before = self._before, self._read_now()
+        return Account.of_cells(self._before - before, self._before, self.facts)
+
+    def _read_now(self) -> np.ndarray:
+        self.lane.enter(self.lane.enter(LEARN))  # adds what the trainer has spent in its present phase
+        return self.read()
 
 
 def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:

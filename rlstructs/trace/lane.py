@@ -82,7 +82,7 @@ class Lane:
         self.enter, self.note, self._position = _make_marks(self.cells, None, phase, perf_counter_ns())
         self._step_ns: dict[int, deque[int]] = {}
         self._schedule: Descriptor | None = None
-        self._looked, self._cpu, self._delay = 0, process_time_ns(), 0
+        self._looked, self._cpu, self._delay = 0, 0, 0
         self.look()
 
     def look(self) -> None:
@@ -101,6 +101,8 @@ class Lane:
             version: the number of updates that the agent has received.
             clock: what else adds up times.
         """
+        if not self._looked:  # from the first rollout on: not how the worker started
+            self._looked, self._cpu, self._delay = perf_counter_ns(), process_time_ns(), self._read_delay()
         cells, before = self.cells, self._sums()
         self.note(BEGIN, number)
         self.note(NOTE_VERSION, version)
@@ -143,7 +145,6 @@ class Lane:
         try:
             if self._schedule is None:
                 self._schedule = Descriptor(os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC))
-                self._delay = int(os.pread(self._schedule.fileno(), 64, 0).split()[1])
             return int(os.pread(self._schedule.fileno(), 64, 0).split()[1])
         except (OSError, IndexError, ValueError):
             return self._delay
