@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = """
 workers
 errors
-checks copying debug trace
+checks copying debug
 frameworks worker_setup
 files
 structures seeding moments

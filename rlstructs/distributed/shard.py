@@ -92,8 +92,8 @@ class ShardSettings:
 class ShardMemory(PrioritizedMemory):
     """A memory that also sums its priorities, for draws from several memories."""
 
-    # The last result of `_find_whole`, with the length and the snapshot that it was for.
-    _found: tuple[int, bytes, np.ndarray] | None = None
+    # The last result of `_find_whole`, with what it was for.
+    _found: tuple[tuple[int, bytes, int], np.ndarray] | None = None
 
     def sum_priorities(self, kinds: Sequence[Kind]) -> tuple[dict[Kind, float], float]:
         """Sums up priorities to the power of alpha.
@@ -121,12 +121,13 @@ class ShardMemory(PrioritizedMemory):
     def _find_whole(self, view: View) -> np.ndarray:
         """Returns the ids of rows that begin a window of one episode.
 
-        Windows have the length of `view`; the result is kept until the next write.
+        Windows have the length of `view`; the result is kept until rows or episodes change.
         """
-        if self._found is None or self._found[:2] != (view.length, view.snapshot):
+        wanted = view.length, view.snapshot, view.edits
+        if self._found is None or self._found[0] != wanted:
             every = view.every_row()
-            self._found = (view.length, view.snapshot, every[view.remaining(every) >= view.length])
-        return self._found[2]
+            self._found = wanted, every[view.remaining(every) >= view.length]
+        return self._found[1]
 
     @property
     def largest(self) -> float:

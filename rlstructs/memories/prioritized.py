@@ -46,7 +46,8 @@ class PrioritizedMemory(RandomMemory):
         self.normalize = normalize
         self.n_samples = 0
         self._smallest = self._beta = 0.0  # at the last sample
-        self._priorities = Priorities(self.memory_size * self.num_envs, self.num_envs, self._alpha)
+        n_rows, clock = self.memory_size * self.num_envs, self._storage.clock
+        self._priorities = Priorities(n_rows, self.num_envs, self._alpha, clock=clock)
 
     @property
     def alpha(self) -> float:
@@ -94,23 +95,16 @@ class PrioritizedMemory(RandomMemory):
         """
         self._priorities.set(self._storage, indexes, priorities)
 
-    def _locks(self) -> Sequence[Any]:
-        return [self._priorities.lock, *super()._locks()]
-
-    def _version_of_priorities(self) -> int:
-        return self._priorities.version
+    def _held_priorities(self) -> Priorities:
+        return self._priorities
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), **self._priorities.state(), "n_samples": self.n_samples}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        return self._priorities.arrays()
 
     def _restorer(
         self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray], claims: Claims
     ) -> Callable[[], None]:
         priorities = self._priorities.restored(arrays, state, claims)
-        priorities.lock = self._priorities.lock  # other threads wait for it
         n_samples = whole("n_samples", state.get("n_samples", 0))
 
         def restore() -> None:

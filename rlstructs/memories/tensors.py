@@ -23,7 +23,7 @@ from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
-from rlstructs.replay.rows.lanes import EXPOSED, SLOT, InStep
+from rlstructs.replay.rows.lanes import REWRITES, SLOT, InStep
 from rlstructs.replay.rows.on_device import TensorColumns
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
@@ -214,7 +214,7 @@ class Tensors:
         except (ValueError, RuntimeError) as error:
             raise SpecError(f"{name!r} has shape {tuple(values.shape)}, expected {shape}") from error
         values = columns.check(name, values, self.lead)
-        with self.storage.lock:
+        with self.storage.lock, self.storage.clock.counting(REWRITES):
             columns.put_cells(name, slice(None), slice(None), values.swapaxes(0, 1))
         self._expose(name)
         if name in ENDS:
@@ -225,7 +225,7 @@ class Tensors:
     def _expose(self, name: str) -> None:
         if name not in self.exposed:
             self.exposed.add(name)
-            self.storage.counters.notes[EXPOSED] = 1
+            self.storage.clock.expose()
 
     def convert_values(self, name: str, value: Any, strict: bool) -> Any:
         """Casts a value to a tensor's dtype, as a numpy array.

@@ -124,11 +124,11 @@ class Intruder:
     """A profile function: the versions of a store at which another thread could have written to it."""
 
     def __init__(self, storage):
-        self.storage, self.versions = storage, {storage.version}
+        self.storage, self.versions = storage, {storage.clock.changes}
 
     def __call__(self, frame, event, _):
-        if event == "return" and self.storage.version not in self.versions and self.could_write():
-            self.versions.add(self.storage.version)
+        if event == "return" and self.storage.clock.changes not in self.versions and self.could_write():
+            self.versions.add(self.storage.clock.changes)
 
     def could_write(self):
         taken = []

@@ -143,9 +143,9 @@ def test_quick_and_other_writes_leave_the_same(surface, form):
     rng, quick, other, n_quick = np.random.default_rng(0), surface.make(), surface.make(), 0
     for number in range(3 * CAPACITY):
         row = row_of(surface, rng)
-        version = quick._storage.version
+        version = quick._storage.clock.changes
         surface.add(quick, FORMS[form](surface, row) if number else row)  # the first row may define the columns
-        n_quick += quick._storage.version == version
+        n_quick += quick._storage.clock.changes == version
         add_slowly(surface, other, row)
         assert content(quick) == content(other)
     assert n_quick >= 3 * CAPACITY - 2  # the first of them makes the columns
@@ -174,11 +174,11 @@ def test_lanes_that_are_not_in_step_are_written_quickly(name, is_shared):
     surface.add(quick, row := row_of(surface, rng))  # the writer looks at the store
     add_slowly(surface, other, row)
     for turn in range(4 * CAPACITY):
-        row, n, version = row_of(surface, rng), (2, 1, 3)[turn % 3], quick._storage.version
+        row, n, version = row_of(surface, rng), (2, 1, 3)[turn % 3], quick._storage.clock.changes
         if n == N_LANES and len(set(quick._storage.ring.head.tolist())) > 1 and "memory" in name:
             n = 1
         add(quick, row, n)
-        assert quick._storage.version == version
+        assert quick._storage.clock.changes == version
         add_slowly(Surface(surface.make, lambda made, given, n=n: add(made, given, n)), other, row)
         assert content(quick) == content(other)
 
@@ -209,9 +209,9 @@ def test_a_copy_writes_quickly_to_itself(surface):
     before = content(made)
     for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         surface.add(copied, row_of(surface, rng))  # torchrl's finds its quick way with the first
-        version = copied._storage.version
+        version = copied._storage.clock.changes
         surface.add(copied, row_of(surface, rng))
-        assert copied._storage.version == version
+        assert copied._storage.clock.changes == version
         assert content(made) == before and content(copied) != before
 
 
@@ -336,9 +336,9 @@ def test_infos_ends_and_linked_observations_are_written_alike_by_a_plan(seed):
         row |= {name: rng.random(some.size) < 0.3 for name in ("terminated", "truncated")}
         row = {name: value[0] for name, value in row.items()} if n is None else row
         row["info"] = infos(rng, None if n is None else some.size)
-        version = quick._storage.version
+        version = quick._storage.clock.changes
         added = [made.add(row, lanes) for made in (quick, general)]
-        n_quick += version == quick._storage.version
+        n_quick += version == quick._storage.clock.changes
         np.testing.assert_equal(*added)
         if rng.random() < 0.05:
             quick.reset(), general.reset()
@@ -368,9 +368,9 @@ def test_parts_of_the_environments_single_rows_and_several_rows_are_written_quic
             "rewards": torch.from_numpy(rng.random((*lead, 1))),  # float64
             "terminated": torch.from_numpy(rng.random((*lead, 1)) < 0.3),
         }
-        version = quick._storage.version
+        version = quick._storage.clock.changes
         quick.add_samples(**row)
-        n_quick += quick._storage.version == version
+        n_quick += quick._storage.clock.changes == version
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StepWriter, "write", lambda *_, **__: None)
             other.add_samples(**row)

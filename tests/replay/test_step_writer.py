@@ -67,14 +67,14 @@ def test_both_ways_leave_the_same(seed):
             if rng.random() < 0.5:  # as skrl's agents give them: there are no such tensors
                 rows = {"states": None, **rows, "next_x": rows["x"]}
             try:
-                version = quick._storage.version
+                version = quick._storage.clock.changes
                 quick.add_samples(**rows)
             except ValueError:
                 with pytest.raises(ValueError, match="do not fit"):
                     general.add_samples(**rows)
             else:
                 general.add_samples(**rows)
-                n_quick += quick._storage.version == version
+                n_quick += quick._storage.clock.changes == version
         np.testing.assert_equal(content(quick), content(general))
     assert n_quick > 5
 
@@ -93,15 +93,15 @@ def test_what_there_are_no_tensors_of_takes_no_other_way():
     quick = memory(True)
     rows = rows_of(np.random.default_rng(0))
     quick.add_samples(**rows)
-    version = quick._storage.version
+    version = quick._storage.clock.changes
     quick.add_samples(**rows, next_x=rows["x"], states=None, infos=[[1], [2, 3]])
     del rows["frame"]  # as an agent leaves out returns, which it computes later
     quick.add_samples(**rows)
-    assert (quick._storage.version, len(quick)) == (version, 3 * LANES)
+    assert (quick._storage.clock.changes, len(quick)) == (version, 3 * LANES)
     assert not quick.tensors["frame"][2].any()
     del rows["truncated"]  # what the live tensor holds says where episodes end
     quick.add_samples(**rows)
-    assert (quick._storage.version > version, len(quick)) == (True, 4 * LANES)
+    assert (quick._storage.clock.changes > version, len(quick)) == (True, 4 * LANES)
 
 
 GOOD = np.ones((2, 3), np.float32)

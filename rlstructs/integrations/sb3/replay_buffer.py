@@ -375,7 +375,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def __init__(self, *settings: Any, alpha: float = 0.6, beta: float = 0.4, **more_settings: Any) -> None:
         super().__init__(*settings, **more_settings)
         self.beta = beta
-        self._priorities = Priorities(self._storage.columns.n_rows, self.n_envs, exponent("alpha", alpha))
+        n_rows, clock = self._storage.columns.n_rows, self._storage.clock
+        self._priorities = Priorities(n_rows, self.n_envs, exponent("alpha", alpha), clock=clock)
 
     @property
     def alpha(self) -> float:

@@ -18,6 +18,7 @@ from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import host_array, real_numbers, row_ids
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.rows.copies import lock_that_forks
+from rlstructs.replay.rows.lanes import Clock
 from rlstructs.replay.rows.store import Storage
 
 # Limit of a priority to the power of alpha times the number of rows, so that the sum is finite.
@@ -93,15 +94,22 @@ class Priorities:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
         first: the initial largest priority.
         of_present: whether new rows get the largest priority of the present rows instead of the largest ever.
+        clock: of the store; it counts changes of priorities, and of what new rows get.
 
     Attributes:
-        version: raised before each change of priorities, and of what new rows get.
         lock: for callers without a lock of their own, held while they draw or set priorities. Take it before the view
             of the store: a view older than the last one would make newer rows look like those of a cleared store.
     """
 
     def __init__(
-        self, n_rows: int, n_lanes: int, alpha: float, *, first: float = 1.0, of_present: bool = False
+        self,
+        n_rows: int,
+        n_lanes: int,
+        alpha: float,
+        *,
+        first: float = 1.0,
+        of_present: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         from rlstructs.replay.draw.sum_tree import SumTree  # warp loads with the first tree
 
@@ -112,7 +120,7 @@ class Priorities:
         self.synced = np.zeros(n_lanes, np.int64)
         self._snapshot = b""  # the counters of the last `follow`
         self.drawn = DrawnRows()
-        self.version = 0
+        self.clock = Clock() if clock is None else clock
         self._limit = limit_of(n_rows, alpha)
         self.lock = lock_that_forks()
 
@@ -134,7 +142,7 @@ class Priorities:
         """Sets the priorities of rows that were written since the last call."""
         if self._snapshot == view.snapshot:
             return
-        self.version += 1
+        self.clock.count_draws()
         self._snapshot = view.snapshot
         if (self.synced < view.low).any() or (self.synced > view.head).any():
             # Lanes were cleared or have wrapped since.
@@ -253,7 +261,7 @@ class Priorities:
         if not rows.size:
             return
         largest = largest_of(priorities, self._limit)
-        self.version += 1
+        self.clock.count_draws()
         powers = priorities**self.alpha
         self.follow(view)
         if not (view.is_settled and is_last):
@@ -272,7 +280,7 @@ class Priorities:
         Args:
             rows: int64 (n,), known to `follow`; priorities of earlier draws of them will be ignored.
         """
-        self.version += 1
+        self.clock.count_draws()
         self.drawn.replace(rows)
         self._update_max_priority(rows)
         self.tree.update(rows, np.full(rows.size, self.max_priority**self.alpha))
@@ -289,21 +297,21 @@ class Priorities:
         limit = limit_of(n_rows, alpha)
         if self.max_priority > limit:
             raise SpecError(f"alpha {alpha}: the largest priority is {self.max_priority}, it may be {limit}")
-        self.version += 1
+        self.clock.count_draws()
         priorities = leaves ** (1 / self.alpha) if self.alpha else leaves
         self.tree.fill(np.where(leaves > 0, priorities**alpha, 0))
         self.alpha, self._limit = alpha, limit
 
     def clear(self) -> None:
         """Gives new rows the initial priority, after the store was cleared."""
-        self.version += 1
+        self.clock.count_draws()
         self.max_priority = self.first
 
     def grow(self, n_rows: int) -> None:
         """Makes room for more rows, after a store of one lane has grown."""
         from rlstructs.replay.draw.sum_tree import SumTree
 
-        self.version += 1
+        self.clock.count_draws()
         leaves = np.zeros(n_rows)
         leaves[: self.tree.n_leaves] = self.tree.values
         self.tree = SumTree(n_rows)
@@ -339,7 +347,8 @@ class Priorities:
             ValueError: the arrays do not fit.
         """
         power = self.alpha if alpha is None else alpha
-        new = Priorities(self.tree.n_leaves, self.synced.size, power, first=self.first, of_present=self.of_present)
+        n_rows, n_lanes = self.tree.n_leaves, self.synced.size
+        new = Priorities(n_rows, n_lanes, power, first=self.first, of_present=self.of_present, clock=self.clock)
         new.lock = self.lock  # other threads may be waiting for it
         if TREE_LEAVES not in arrays:
             return new

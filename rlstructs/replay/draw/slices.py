@@ -56,7 +56,7 @@ class Slices:
         """Makes the next draw look at every row again."""
         self._first = self._end = 0
         self._low = self._head = 0
-        self._snapshot = b""
+        self._seen: tuple[bytes, int] = b"", 0
 
     def draw(self, view: View, n: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draws `n` slices of `length` steps.
@@ -105,8 +105,11 @@ class Slices:
         if length != self._length:
             self._length = length
             self._weigh(self._first + 1)
-        if view.snapshot == self._snapshot:
+        seen = view.snapshot, view.edits
+        if seen == self._seen:
             return
+        if seen[1] != self._seen[1]:
+            self.forget()
         low, head = int(view.low[0]), int(view.head[0])
         if not low <= self._head <= head:  # all known rows are gone
             self._first = self._end = 0
@@ -114,7 +117,7 @@ class Slices:
         rows = view.newer(np.array([self._head]))
         self._append(self._head + np.flatnonzero(view.begin(rows)))
         self._first += int(np.searchsorted(self._starts[self._first : self._end], low, side="right"))
-        self._low, self._head, self._snapshot = low, head, view.snapshot
+        self._low, self._head, self._seen = low, head, seen
 
     def _append(self, found: np.ndarray) -> None:
         n_held = self._end - self._first

@@ -53,6 +53,11 @@ class View:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "episodes": None}
 
+    @property
+    def edits(self) -> int:
+        """The last change of episodes without new rows; see `Instant`."""
+        return 0 if self.episodes is None else self.episodes.columns.clock.edits
+
     # Rows
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from rlstructs.files.archives import Reader
 from rlstructs.replay.rows.columns import pieces
 from rlstructs.replay.rows.episodes import Episodes
-from rlstructs.replay.rows.lanes import HEAD, LANE, Ring, RowIds
+from rlstructs.replay.rows.lanes import HEAD, LANE, REWRITES, Ring, RowIds
 from rlstructs.replay.rows.linked import LinkedColumns, fill_unlinked
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
@@ -175,10 +175,9 @@ def make_room(
             storage.take_columns(fresh, episodes)
 
     def drop_rows() -> None:
-        with storage.lock:
+        with storage.lock, storage.rewriting(REWRITES):
             storage.clear()
             take_over()
-            storage.note_rewrite()
             storage.poison(specs)
 
     return drop_rows

@@ -13,7 +13,6 @@ from rlstructs.replay.draw.priorities import TREE_LEAVES
 from rlstructs.replay.keep.restoring import EPISODES, INNER, MORE, ROWS
 from rlstructs.replay.keep.saving import contents, restorer, used_slots
 from rlstructs.replay.keep.stored import Stored
-from rlstructs.replay.rows.lanes import EXPOSED, REWRITES
 from rlstructs.replay.rows.store import Storage
 
 __all__ = ["cut_contents", "marks_of", "restorer"]
@@ -38,7 +37,7 @@ def cut_contents(buffer: Stored, since: Marks) -> Content:
             if (name := form.name(prefix + role)) in arrays:
                 cuts[name] = Cut(form.group(group, number), shape, columns.slot_axis, capacity)
         # The program may write to live tensors at any time.
-        found = None if storage.counters.notes[EXPOSED] else find_changed(storage, since.get(prefix))
+        found = None if storage.clock.is_exposed else find_changed(storage, since.get(prefix))
         if found is not None:
             changed[form.group("rows", number)] = found
     return Content(form.kind(buffer), arrays, dtypes, state, cuts, changed)
@@ -64,7 +63,7 @@ class Mark(NamedTuple):
 
     Attributes:
         storage: the store.
-        rewrites: how often existing rows had been changed; see `Storage`.
+        rewrites: see `Instant`.
         head: the end of the rows of each lane, int64 (n_lanes,).
     """
 
@@ -78,7 +77,7 @@ class Mark(NamedTuple):
 
         Rows that are written meanwhile count as changed.
         """
-        return cls(weakref.ref(storage), int(storage.counters.notes[REWRITES]), storage.ring.head.copy())
+        return cls(weakref.ref(storage), storage.clock.rewrites, storage.ring.head.copy())
 
 
 # By a name for each store.
@@ -90,7 +89,7 @@ def find_changed(storage: Storage, since: Mark | None) -> np.ndarray | None:
 
     A slot counts if the row of any lane may have changed. None if that is unknown.
     """
-    if since is None or since.storage() is not storage or since.rewrites != storage.counters.notes[REWRITES]:
+    if since is None or since.storage() is not storage or since.rewrites != storage.clock.rewrites:
         return None
     ring, changed = storage.ring, np.zeros(storage.ring.capacity, bool)
     # From the head on: a killed writer may have left half of a row after it.

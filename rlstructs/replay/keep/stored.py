@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.replay.draw.priorities import Priorities
 from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.rows.copies import CopiedWhole
@@ -46,14 +47,15 @@ class Stored(CopiedWhole):
         self._stream.restart(generator)
 
     def _locks(self) -> Sequence[Any]:
-        return [each._storage.lock for each in (self, *self._inner().values())]
+        own = [] if (priorities := self._held_priorities()) is None else [priorities.lock]
+        return [*own, *(each._storage.lock for each in (self, *self._inner().values()))]
 
     def _content(self) -> Any:
-        return [each._storage._content() for each in (self, *self._inner().values())], self._version_of_priorities()
+        return [each._storage._content() for each in (self, *self._inner().values())]
 
-    def _version_of_priorities(self) -> int:
-        """Returns a number that every change of priorities increases."""
-        return 0
+    def _held_priorities(self) -> Priorities | None:
+        """Returns the priorities of its rows; None if it draws without them."""
+        return None
 
     def _takes_capacity(self, capacity: int) -> bool:
         """Whether a file with this capacity per lane fits."""
@@ -69,7 +71,7 @@ class Stored(CopiedWhole):
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
         """Returns more arrays for a file, beside rows, counters and episodes."""
-        return {}
+        return {} if (priorities := self._held_priorities()) is None else priorities.arrays()
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
         """Checks `_state` and `_more_arrays` of a file and returns a function that restores them.

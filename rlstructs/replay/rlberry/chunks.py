@@ -130,7 +130,8 @@ class ChunkReplayBuffer(Buffer):
         self._alpha, self.beta = exponent("alpha", alpha), beta
         self._priorities: Priorities | None = None
         if enable_prioritized:
-            self._priorities = Priorities(self._storage.columns.n_rows, self.n_lanes, self._alpha)
+            n_rows, clock = self._storage.columns.n_rows, self._storage.clock
+            self._priorities = Priorities(n_rows, self.n_lanes, self._alpha, clock=clock)
 
     def __repr__(self) -> str:
         tags = ", ".join(f"{tag} {dtype_name(spec)}" for tag, spec in self._intake.tags.items())
@@ -377,19 +378,12 @@ class ChunkReplayBuffer(Buffer):
 
     # Files and copies
 
-    def _locks(self) -> Sequence[Any]:
-        own = [] if self._priorities is None else [self._priorities.lock]
-        return [*own, *super()._locks()]
-
-    def _version_of_priorities(self) -> int:
-        return 0 if self._priorities is None else self._priorities.version
+    def _held_priorities(self) -> Priorities | None:
+        return self._priorities
 
     def _state(self) -> dict[str, Any]:
         own = {"alpha": self._alpha, "max_priority": 1.0} if self._priorities is None else self._priorities.state()
         return {**self._intake.state(), **own}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        return {} if self._priorities is None else self._priorities.arrays()
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
         tags, priorities = self._intake.tags_in(state, claims), self._priorities

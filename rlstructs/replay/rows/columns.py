@@ -13,7 +13,7 @@ import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock, available_bytes
-from rlstructs.replay.rows.lanes import LANE, SLOT, Ring, RowIds
+from rlstructs.replay.rows.lanes import LANE, SLOT, Clock, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT, ObjectBlock, private_rows
 from rlstructs.replay.rows.records import (
     LEAST_RECORDS,
@@ -51,7 +51,7 @@ class Columns(RowIds):
         specs: name -> spec; replaced by another dict at each change, because other threads may be reading it.
         flat: name -> (n_rows, *shape), by row id.
         cells: name -> (n_lanes, capacity, *shape), the same memory.
-        layout: a sequence lock, raised before and after each change of the columns; odd during a change.
+        clock: counts changes of the columns; set by the store.
         has_objects: whether a column holds objects.
 
     Example:
@@ -74,7 +74,7 @@ class Columns(RowIds):
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         super().__init__(n_lanes, capacity, order)
         self.specs: dict[str, Spec] = {}
-        self.layout = 0
+        self.clock = Clock()
         self.has_objects = False
         self._backing = Heap() if backing is None else backing
         # Where each column is; several may be in one record.
@@ -108,9 +108,6 @@ class Columns(RowIds):
         if isinstance(block, Record):
             return block.rows_of(name)
         return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
-
-    def _allocate(self, specs: Mapping[str, Spec]) -> None:
-        self._blocks = {**self._blocks, **self.make_blocks(specs)}
 
     def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
         """Allocates memory for columns, for `install`; small ones share a record."""
@@ -159,13 +156,13 @@ class Columns(RowIds):
 
         Small ones are stored together.
         """
-        self._allocate(specs)
-        self.layout += 1
-        self.specs = {**self.specs, **specs}
-        self.has_objects = self.has_objects or any(spec.is_object for spec in specs.values())
-        for name in specs:
-            self._map_one(name)
-        self.layout += 1
+        blocks = self.make_blocks(specs)
+        with self.clock.counting(of_columns=True):
+            self._blocks = {**self._blocks, **blocks}
+            self.specs = {**self.specs, **specs}
+            self.has_objects = self.has_objects or any(spec.is_object for spec in specs.values())
+            for name in specs:
+                self._map_one(name)
         for name, spec in specs.items():
             if spec.unwritten != 0:  # NaN is not equal to it either
                 self.put_rows(name, slice(None), self.value(name, spec.unwritten))
@@ -173,8 +170,8 @@ class Columns(RowIds):
     def exchange(self, made: Mapping[str, tuple[Spec, np.ndarray]], gone: Iterable[str] = ()) -> None:
         """Gives columns other specs and values, and removes others.
 
-        Values are `(n_rows, *shape)`, by row id. A thread that reads meanwhile gets the old or the new ones; `layout`
-        tells whether they were exchanged.
+        Values are `(n_rows, *shape)`, by row id. A thread that reads meanwhile gets the old or the new ones; the
+        clock tells whether they were exchanged.
         """
         specs = {name: spec for name, (spec, _) in made.items()}
         blocks = self.make_blocks(specs)
@@ -187,22 +184,21 @@ class Columns(RowIds):
 
         `make_blocks` makes the blocks.
         """
-        self.layout += 1
         gone = set(gone) - made.keys()
-        self._blocks = {name: block for name, block in {**self._blocks, **blocks}.items() if name not in gone}
-        self.specs = {name: spec for name, spec in {**self.specs, **made}.items() if name not in gone}
-        self.has_objects = any(spec.is_object for spec in self.specs.values())
-        for name in made:
-            self._map_one(name)
-        for name in gone:
-            del self.flat[name], self.cells[name]
-        self._gatherings = {}
-        self.layout += 1
+        with self.clock.counting(of_columns=True):
+            self._blocks = {name: block for name, block in {**self._blocks, **blocks}.items() if name not in gone}
+            self.specs = {name: spec for name, spec in {**self.specs, **made}.items() if name not in gone}
+            self.has_objects = any(spec.is_object for spec in self.specs.values())
+            for name in made:
+                self._map_one(name)
+            for name in gone:
+                del self.flat[name], self.cells[name]
+            self._gatherings = {}
 
     def emptied(self, capacity: int) -> Columns:
         """Makes columns of the same kind and of this capacity, without any column."""
         other = type(self).__new__(type(self))
-        vars(other).update(vars(self), specs={}, _blocks={}, has_objects=False)
+        vars(other).update(vars(self), specs={}, _blocks={}, has_objects=False, clock=Clock())
         RowIds.__init__(other, self.n_lanes, capacity, self.order)
         other._map()
         return other

@@ -36,10 +36,13 @@ Rows whose numbers are not known leave them as they are, and follow whatever is 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import platform
 from _thread import allocate_lock
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -245,10 +248,117 @@ class InStep:
             self.n_ahead = lanes.stop
 
 
-# After the counters of the lanes: how often existing rows have changed, whether a program has live tensors, and how
-# often episodes have changed without new rows.
-REWRITES, EXPOSED, EPISODE_CHANGES = range(3)
+# After the counters of the lanes: the last change of existing rows, whether a program has live tensors, and the last
+# change of episodes without new rows.
+REWRITES, EXPOSED, EDITS = range(3)
 N_NOTES = 3
+_numbers = itertools.count(1)
+
+
+class Instant(NamedTuple):
+    """What a store has gone through up to now; it differs after every change.
+
+    Attributes:
+        snapshot: the bytes of the counters of the lanes: any process has written or dropped rows.
+        rewrites: any process has given existing rows other values or columns.
+        edits: any process has changed episodes without new rows.
+        columns: how often this process has exchanged columns, their memory or the counters that it reads by, twice
+            each time; odd meanwhile.
+        draws: how often what draws depend on beside the rows has changed: priorities, samplers, transforms.
+        changes: how often this process has changed rows, columns or episodes; a `StepWriter` does not count its rows.
+    """
+
+    snapshot: bytes
+    rewrites: int
+    edits: int
+    columns: int
+    draws: int
+    changes: int
+
+
+class Clock:
+    """The clock of a store, the only place where changes are counted.
+
+    Whoever remembers something of a store compares the parts of an `Instant` on which it depends:
+
+        rows of a view, rows that priorities follow     snapshot
+        slices, windows of a shard                      snapshot, edits
+        where a `StepWriter` writes                     changes, columns; of a shared store also heads and edits
+        keys of a table, columns read without a lock    columns
+        marks of ends                                   snapshot, rewrites, columns
+        rows in an earlier checkpoint                   rewrites, heads
+        batches made ahead, pickles                     all
+
+    Attributes:
+        columns, draws, changes: see `Instant`.
+        notes: int64 (3,), `REWRITES`, `EXPOSED` and `EDITS`, which all processes share; set by the store.
+    """
+
+    def __init__(self) -> None:
+        self.columns = self.draws = self.changes = self._writer = 0
+        self.notes = np.zeros(N_NOTES, np.int64)
+
+    @property
+    def rewrites(self) -> int:
+        """See `Instant`."""
+        return self.notes.item(REWRITES)
+
+    @property
+    def edits(self) -> int:
+        """See `Instant`."""
+        return self.notes.item(EDITS)
+
+    def read(self, ring: Ring) -> Instant:
+        """Returns the present instant of the store with these counters."""
+        snapshot = ring.counters.tobytes()
+        return Instant(snapshot, self.rewrites, self.edits, self.columns, self.draws, self.changes)
+
+    def count(self, *notes: int) -> None:
+        """Counts a change of rows, columns or episodes; call it before the change.
+
+        Args:
+            notes: `REWRITES`, `EDITS`, or none for rows that are appended or dropped.
+        """
+        self.changes += 1
+        for note in notes:  # a number that was never there: two processes that count at once cannot undo each other
+            self.notes[note] = (os.getpid() << 32) + next(_numbers)
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether a program has live tensors, through which it may change rows that are there at any time."""
+        return bool(self.notes[EXPOSED])
+
+    def expose(self) -> None:
+        """Records that a program gets a live tensor."""
+        self.notes[EXPOSED] = 1
+
+    def count_draws(self) -> None:
+        """Counts a change of later draws that the rows do not show; call it before the change."""
+        self.draws += 1
+
+    @contextlib.contextmanager
+    def counting(self, *notes: int, of_columns: bool = False) -> Iterator[None]:
+        """Counts before and after a change at which others may look in between.
+
+        These are other processes, and threads that read columns without a lock.
+        """
+        of_columns = of_columns and not self.columns % 2  # a change may be part of another
+        self.columns += of_columns
+        self.count(*notes)
+        try:
+            yield
+        finally:
+            self.count(*notes)
+            self.columns += of_columns
+
+    def hand_over_to(self, writer: object) -> None:
+        """Counts a change if another `StepWriter` was the last one, which then looks at the store again."""
+        self.changes += self._writer not in (0, id(writer))
+        self._writer = id(writer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        columns = self.columns + self.columns % 2
+        return {**vars(self), "columns": columns, "notes": np.zeros(N_NOTES, np.int64), "_writer": 0}
 
 
 class Counters:
@@ -270,11 +380,11 @@ class Counters:
         self.shown: np.ndarray | None = None
         self._following = np.zeros(0, np.int64)
         self._settle: Callable[[], None] | None = None
-        self._map()
 
-    def _map(self) -> None:
-        # `REWRITES`, `EXPOSED` and `EPISODE_CHANGES`, int64, which all processes share.
-        self.notes: np.ndarray = self._block.bytes().view(np.int64)[-N_NOTES:]
+    @property
+    def notes(self) -> np.ndarray:
+        """The notes of the store's clock; all processes share them."""
+        return self._block.bytes().view(np.int64)[-N_NOTES:]
 
     @property
     def shared(self) -> np.ndarray:
@@ -349,18 +459,11 @@ class Counters:
 
         def move() -> None:
             self._block = block
-            self._map()
 
         return move
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "shown": None, "_settle": None}
-        del state["notes"]
-        return state
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._map()
+        return {**vars(self), "shown": None, "_settle": None}
 
 
 LANE, SLOT = "lane", "slot"

@@ -142,20 +142,18 @@ class LinkedColumns(Columns):
         spec = self.specs[source]
         waiting = np.zeros((2, self.n_lanes, *spec.shape), spec.dtype)
         steps = np.full((2, self.n_lanes), NONE)
-        self.layout += 1
-        # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
-        self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
-        self._separate.pop(name, None), self._steps.pop(name, None)
-        self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
-        self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}
-        self.layout += 1
+        with self.clock.counting(of_columns=True):
+            # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
+            self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
+            self._separate.pop(name, None), self._steps.pop(name, None)
+            self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
+            self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}
 
     def unlink(self, name: str) -> None:
         """Makes a column store its own rows, which must be written anew."""
-        self.layout += 1
-        del self.links[name]
-        self._map_one(name)
-        self.layout += 1
+        with self.clock.counting(of_columns=True):
+            del self.links[name]
+            self._map_one(name)
 
     def emptied(self, capacity: int) -> Columns:
         other = super().emptied(capacity)

@@ -17,7 +17,7 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.rows.episodes import EPISODE, LENGTH, TIME
-from rlstructs.replay.rows.lanes import EPISODE_CHANGES, InStep, keep_order
+from rlstructs.replay.rows.lanes import InStep, keep_order
 from rlstructs.replay.rows.records import as_items
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import ALL, Storage
@@ -77,8 +77,9 @@ class StepWriter:
     def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
         self._storage = storage
         self._every_end = tuple(ends)
-        self._version = -1  # the store's when `_prepare` was called, and after each write
-        self._layout: tuple[Any, ...] = ()  # of the columns that the plans are for
+        self._clock = storage.clock
+        self._changes = -1  # of the clock when `_prepare` was called, and after each write
+        self._columns = -1  # of the clock when the plans were made
         self._step = InStep(storage.ring)
         self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns
         self._detaches = False  # whether tensors with a gradient have been given; asking each tensor takes long
@@ -90,10 +91,6 @@ class StepWriter:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-    def forget(self) -> None:
-        """Forgets the state of the store, because another writer changes it."""
-        self._version = -1
 
     def write(
         self,
@@ -121,7 +118,7 @@ class StepWriter:
             live: columns whose rows keep their values where they are omitted.
         """
         storage = self._storage
-        if self._version != storage.version:
+        if self._changes != self._clock.changes:
             self._prepare()
         n_lanes = self._n_lanes if lanes is None else lanes.stop - lanes.start if type(lanes) is slice else lanes.size
         n = ROW if is_row else n_lanes if n_timesteps == 1 else n_timesteps
@@ -137,15 +134,15 @@ class StepWriter:
         if values is None:
             return None
         with storage.lock:
-            if self._version != storage.version or not (storage.is_private or self._knows(lanes)):
+            if self._changes != self._clock.changes or not (storage.is_private or self._knows(lanes)):
                 return None
-            self._version = -1  # until all is done, in case of Ctrl-C
+            self._changes = -1  # until all is done, in case of Ctrl-C
             self.done = None if not ended else ONE if is_row else any_marks(ended)
             if lanes is None and n_timesteps == 1 and self._step.head is not None and not self._step.n_ahead:
                 self._write_block(self._flat if is_row else self._rows, values)
             else:
                 self._write_rows(values, ALL if lanes is None else lanes, n_timesteps)
-            self._version = storage.version
+            self._changes = self._clock.changes
         return tensors
 
     def _take(
@@ -315,15 +312,15 @@ class StepWriter:
         """
         storage = self._storage
         with storage.lock:
-            if self._version != storage.version or not storage.is_private:
+            if self._changes != self._clock.changes or not storage.is_private:
                 self._prepare()
             n_steps = self._open[lanes, TIME]
             is_ended = n_steps >= longest
             if np.count_nonzero(is_ended):  # several times faster than `any`
-                self._version = -1
+                self._changes = -1
                 storage.end_episodes(lanes, n_steps * is_ended)
                 self._open[lanes, TIME] = n_steps * ~is_ended
-                self._n_changes, self._version = int(storage.counters.notes[EPISODE_CHANGES]), storage.version
+                self._edits, self._changes = self._clock.edits, self._clock.changes
 
     def _knows(self, lanes: slice | ndarray | None) -> bool:
         """Whether this writer can write to these lanes by its plan.
@@ -331,8 +328,7 @@ class StepWriter:
         It looks at the store again if their open episodes are not as it left them.
         """
         some: Any = ALL if lanes is None else lanes
-        is_changed = self._notes[EPISODE_CHANGES] != self._n_changes
-        if is_changed or self._heads[some].tobytes() != self._seen[some].tobytes():
+        if self._clock.edits != self._edits or self._heads[some].tobytes() != self._seen[some].tobytes():
             self._prepare()
         # Unless workers write, or a writer was killed.
         return self._can_write and self._heads[some].tobytes() == self._reserved[some].tobytes()
@@ -341,7 +337,7 @@ class StepWriter:
         """Which lanes are in step."""
         if not self._storage.is_private:  # other processes may have written
             return InStep(self._storage.ring)
-        if self._version != self._storage.version:
+        if self._changes != self._clock.changes:
             self._prepare()
         return self._step
 
@@ -349,19 +345,17 @@ class StepWriter:
         """Looks at the store, to be able to write to it."""
         storage, columns = self._storage, self._storage.columns
         with storage.lock:
-            storage.hand_over_to(self)
-            self._version = storage.version
-            layout = (columns, columns.layout, storage.ring, storage.episodes)
-            if self._layout != layout:
-                self._layout = layout
+            storage.clock.hand_over_to(self)
+            self._changes = self._clock.changes
+            if self._columns != self._clock.columns:
+                self._columns = self._clock.columns
                 self._find_columns()
             ring = storage.ring
             self._can_write = columns.on_host and storage.counters.shown is None
             self._can_write &= not storage.is_private or bool((ring.reserved == ring.head).all())
             if storage.episodes is not None:
                 self._open[:, TIME] = storage.episodes.open_lengths(ALL)
-            self._notes = storage.counters.notes
-            self._seen, self._n_changes = ring.head.copy(), int(self._notes[EPISODE_CHANGES])
+            self._seen, self._edits = ring.head.copy(), self._clock.edits
             self._step = InStep(ring)
 
     def _find_columns(self) -> None:

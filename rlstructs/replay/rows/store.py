@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from rlstructs.replay.rows.blocks import lead_of
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
-from rlstructs.replay.rows.lanes import ALL, EPISODE_CHANGES, LANE, REWRITES, Counters, Ring, RowIds, keep_order
+from rlstructs.replay.rows.lanes import ALL, EDITS, LANE, REWRITES, Clock, Counters, Instant, Ring, RowIds, keep_order
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.spec import Spec
 
@@ -34,14 +34,8 @@ __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 
 # A reader whose rows are overwritten this often reads from a ring that is too small to be read at all.
 MAX_REDRAWS = 100
+NOTHING = nullcontext()
 A = TypeVar("A", list[Any], dict[str, Any])
-
-
-class QuickWriter(Protocol):
-    """A writer that remembers the heads of a store, such as a `StepWriter`."""
-
-    def forget(self) -> None:
-        """Makes the writer look at the store again before its next write."""
 
 
 class Storage(CopiedWhole):
@@ -84,43 +78,44 @@ class Storage(CopiedWhole):
         self.counters = Counters(n_lanes, backing)
         self.lock = threading.RLock()
         self._view: View | None = None
-        self._quick_writer: weakref.ref[QuickWriter] | None = None
-        # Incremented by every change except those of a `StepWriter`.
-        self.version = 0
+        self.clock = Clock()
         self.is_private = not isinstance(backing, Shared)
         self._map()
         renew_lock_after_fork(self)
 
     def show(self, counters: np.ndarray, following: np.ndarray, settle: Callable[[], None]) -> None:
         """Pins the counters this process reads by, and refuses writes; see `Counters.show`."""
-        self.counters.show(counters, following, settle)
-        self._map()
+        self._exchange(lambda: self.counters.show(counters, following, settle))
 
     def show_all(self) -> None:
         """Unpins the counters."""
-        self.counters.show_all()
-        self._map()
+        self._exchange(self.counters.show_all)
 
     def take_back(self, shown: np.ndarray) -> None:
         """Drops the rows that others have written after the pinned counters.
 
         These processes must have ended. Does nothing if other counters than `shown` are pinned.
         """
-        if self.counters.shown is not shown:
-            return
-        self.counters.take_back()
-        self._map()
-        if self.episodes is not None:
-            self.episodes.reopen(ALL)
+        if self.counters.shown is shown:
+            with self.clock.counting(EDITS):
+                self._exchange(self.counters.take_back)
+                if self.episodes is not None:
+                    self.episodes.reopen(ALL)
+
+    def _exchange(self, change: Callable[[], Any]) -> None:
+        """Changes where columns or counters are, or which this process reads by."""
+        with self.clock.counting(of_columns=True):
+            change()
+            self._map()
 
     def _map(self) -> None:
-        self.version += 1
-        columns = self.columns
+        columns, self.clock.notes = self.columns, self.counters.notes
         columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
+        columns.clock = self.clock
         # Spans have these: they live longer than columns, whose memory they would keep.
         self._ids, self._view = RowIds(columns.n_lanes, columns.capacity, columns.order), None
         if self.episodes is not None:
-            self.episodes.columns.ring = self.ring
+            self.episodes.columns.ring, self.episodes.columns.clock = self.ring, self.clock
 
     def __len__(self) -> int:
         return self.view().total
@@ -139,8 +134,7 @@ class Storage(CopiedWhole):
                 store must be empty, and its columns `LinkedColumns`.
         """
         linked = linked or {}
-        with self.lock:
-            self.note_rewrite()
+        with self.lock, self.clock.counting(REWRITES):
             self.columns.add_all({name: spec for name, spec in specs.items() if name not in linked})
             for name in specs:
                 if name in linked:
@@ -155,8 +149,7 @@ class Storage(CopiedWhole):
         """
         if not self.is_private:
             raise StateError(f"a store that processes share cannot change its columns {sorted({*made, *gone})}")
-        with self.lock:
-            self.note_rewrite()
+        with self.lock, self.clock.counting(REWRITES):
             self.columns.exchange(made, gone)
             self.poison(made)
 
@@ -167,8 +160,7 @@ class Storage(CopiedWhole):
             columns: of the same capacity, or of another if the store is empty.
             episodes: new ones for another capacity; None to keep the existing ones.
         """
-        with self.lock:
-            self.note_rewrite()
+        with self.lock, self.clock.counting(REWRITES, of_columns=True):
             before, self.columns = self.columns, columns
             self.episodes = self.episodes if episodes is None else episodes
             self._map()
@@ -182,47 +174,40 @@ class Storage(CopiedWhole):
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
             following: int64 (n_lanes,), the result of `Continuity.following`.
         """
-        with self.lock:
-            self._note_change(of_episodes=True)
+        with self.lock, self.rewriting(REWRITES, EDITS):
             self.ring.counters[...] = counters
             self.counters.continuity.restore(following, self.ring.head)
             if episodes is not None:
                 self.track_episodes().columns.cells[EPISODE][:, : episodes.shape[1]] = episodes
             elif self.episodes is not None:
                 self.rebuild_episodes(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
-            self.note_rewrite()
 
-    def note_rewrite(self) -> None:
-        """Counts a change of existing rows.
+    def now(self) -> Instant:
+        """Returns the present instant: it differs from that of before any change."""
+        return self.clock.read(self.ring)
 
-        Appended rows raise the counters instead.
+    def rewriting(self, *notes: int) -> AbstractContextManager[None]:
+        """Counts a change of existing rows, `REWRITES`, or of episodes, `EDITS`, while it is made.
+
+        The lock is held.
+
+        Raises:
+            StateError: other processes write.
         """
-        self.version += 1
-        self.counters.notes[REWRITES] += 1
-
-    def hand_over_to(self, writer: QuickWriter) -> None:
-        """Makes another quick writer forget the store.
-
-        This one remembers the heads from now on.
-        """
-        before = self._quick_writer
-        if before is not None and (other := before()) is not None and other is not writer:
-            other.forget()
-        self._quick_writer = weakref.ref(writer)
-
-    def _note_change(self, of_episodes: bool = False) -> None:
         self.counters.check_writable()
-        self.version += 1
-        self.counters.notes[EPISODE_CHANGES] += of_episodes
+        if not self.is_private:
+            return self.clock.counting(*notes)
+        self.clock.count(*notes)
+        return NOTHING
 
     def track_episodes(self) -> Episodes:
         """Records episodes from now on; the rows already in a lane become one episode."""
         if self.episodes is None:
-            self.version += 1
-            self._view = None  # it has no episodes
-            self.episodes = Episodes(self.ring, self.columns.order, self._backing)
-            if len(self.ring):
-                self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
+            with self.clock.counting(EDITS, of_columns=True):
+                self.episodes = Episodes(self.ring, self.columns.order, self._backing)
+                self.episodes.columns.clock, self._view = self.clock, None  # the last view has no episodes
+                if len(self.ring):
+                    self.episodes.rebuild(np.zeros((self.columns.n_lanes, self.columns.capacity), bool))
         return self.episodes
 
     def end_episodes(self, lanes: slice | np.ndarray = ALL, n_steps: np.ndarray | None = None) -> None:
@@ -235,13 +220,12 @@ class Storage(CopiedWhole):
         with self.lock:
             n_steps = self.track_episodes().open_lengths(lanes) if n_steps is None else n_steps
             if np.count_nonzero(n_steps > 0):
-                self._note_change(of_episodes=True)
-                self.track_episodes().close(np.arange(self.columns.n_lanes)[lanes], n_steps)
+                with self.rewriting(EDITS):
+                    self.track_episodes().close(np.arange(self.columns.n_lanes)[lanes], n_steps)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
-        with self.lock:
-            self._note_change(of_episodes=True)
+        with self.lock, self.rewriting(EDITS):
             self.track_episodes().rebuild(done)
 
     def write(
@@ -268,7 +252,8 @@ class Storage(CopiedWhole):
             done = np.zeros(lead, bool)
         n_timesteps, capacity = lead[1], self.columns.capacity
         with self.lock:
-            self._note_change()
+            self.counters.check_writable()
+            self.clock.count()
             if n_timesteps <= capacity:
                 self._write(block, lanes, n_timesteps, lengths, done, starts)
                 return
@@ -323,9 +308,11 @@ class Storage(CopiedWhole):
         block = self.columns.check_block(block, rows.shape)
         with self.lock:
             self.counters.check_writable()
-            self.note_rewrite()
+            self.clock.count(REWRITES)
             for name, values in block.items():
                 self.columns.replace(name, rows, values)
+            if not self.is_private:  # another process may have looked in between
+                self.clock.count(REWRITES)
 
     def grow(self, capacity: int) -> None:
         """Increases the capacity per lane; no lane may have wrapped.
@@ -339,8 +326,7 @@ class Storage(CopiedWhole):
             raise StateError("a store that processes share cannot grow")
         if capacity < self.columns.capacity and len(self):
             raise StateError(f"a store with rows cannot shrink from {self.columns.capacity} to {capacity} per lane")
-        with self.lock:
-            self.note_rewrite()
+        with self.lock, self.clock.counting(REWRITES, of_columns=True):
             self.columns.resize(capacity)
             if self.episodes is not None:
                 self.episodes.columns.resize(capacity)
@@ -350,7 +336,8 @@ class Storage(CopiedWhole):
     def clear(self, lanes: slice | np.ndarray = ALL) -> None:
         """Drops every row of some lanes."""
         with self.lock:
-            self._note_change()
+            self.counters.check_writable()
+            self.clock.count()
             self.ring.clear(self.alignment, lanes)
             self.poison(self.columns.specs, lanes)
 
@@ -470,25 +457,22 @@ class Storage(CopiedWhole):
             moves = [self.columns.copy_to(backing), self.counters.copy_to(backing)]
             if self.episodes is not None:
                 moves.append(self.episodes.columns.copy_to(backing))
-            # There is room for everything.
-            for move in moves:
-                move()
+            self._exchange(lambda: [move() for move in moves])  # there is room for everything
             self._backing, self.is_private = backing, False
-            self._map()
 
     def _locks(self) -> Sequence[Any]:
         return (self.lock,)
 
     def _content(self) -> Any:
         # Other processes write to a shared store at any time: it can only be copied as it is.
-        return (self.version, self.ring.counters.tobytes()) if self.is_private else None
+        return self.now() if self.is_private else self.clock.draws
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("ring", "lock", "_view", "_ids", "_quick_writer")
+        left_out = ("ring", "lock", "_view", "_ids")
         return {key: value for key, value in super().__getstate__().items() if key not in left_out}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self.lock, self._view, self._quick_writer = threading.RLock(), None, None
+        self.lock, self._view = threading.RLock(), None
         self._map()
         renew_lock_after_fork(self)

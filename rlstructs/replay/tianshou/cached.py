@@ -82,10 +82,10 @@ class JoinedTable(Table):
 
     def follow_main(self) -> None:
         """Gives both the same columns, after the main buffer was changed alone."""
-        main, own = self.main.storage.columns, self.storage.columns
-        if self._unified != (main.layout, own.layout):
+        main, own = self.main.storage.clock, self.storage.clock
+        if self._unified != (main.columns, own.columns):
             unify(self.main.storage, self.storage)
-            self._unified = main.layout, own.layout
+            self._unified = main.columns, own.columns
 
     def rows(self) -> AnyView:
         self.follow_main()

@@ -14,6 +14,7 @@ from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array, is_ma
 from rlstructs.replay.intake.infos import info_items
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.lanes import REWRITES
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.intake import TransitionIntake
@@ -192,9 +193,9 @@ class Editor:
 
     def fill(self, name: str, value: Any) -> None:
         """Sets all rows of a column to one value."""
-        with self.table.storage.lock:
-            self.table.storage.note_rewrite()
-            self.table.storage.columns.put_rows(name, slice(None), value)
+        storage = self.table.storage
+        with storage.lock, storage.clock.counting(REWRITES):
+            storage.columns.put_rows(name, slice(None), value)
 
     def prepare_rebuild(self) -> Callable[[], None]:
         """Returns a function that finds episodes again after flags have changed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ class PrioritizedReader(Reader):
         if not self.alpha:
             raise SpecError("alpha must be above 0; a ReplayBuffer draws uniformly")
         self.beta, self.weight_norm = exponent("beta", beta), bool(weight_norm)
-        self.priorities = Priorities(self.table.storage.columns.n_rows, self.table.n_lanes, self.alpha)
+        storage = self.table.storage
+        self.priorities = Priorities(storage.columns.n_rows, self.table.n_lanes, self.alpha, clock=storage.clock)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that a plain buffer lacks."""
@@ -102,7 +103,7 @@ class PrioritizedReader(Reader):
             if (kept := editor.drop_nulls()) is not None:
                 now = self.table.own_rows()
                 self.priorities.follow(now)
-                self.priorities.version += 1
+                self.priorities.clock.count_draws()
                 self.priorities.tree.update(now.every_row(), leaves[kept])
 
 
@@ -208,20 +209,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     # Files and copies
 
-    def _locks(self) -> Sequence[Any]:
-        return [self._reader.priorities.lock, *super()._locks()]
-
-    def _version_of_priorities(self) -> int:
-        return self._reader.priorities.version
+    def _held_priorities(self) -> Priorities:
+        return self._reader.priorities
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), **self._reader.settings()}
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), **self._reader.priorities.state()}
-
-    def _more_arrays(self) -> dict[str, np.ndarray]:
-        return {**super()._more_arrays(), **self._reader.priorities.arrays()}
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
         restore_rest, reader = super()._restorer(state, arrays, claims), self._reader

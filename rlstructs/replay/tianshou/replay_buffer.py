@@ -521,7 +521,7 @@ class ReplayBuffer(Buffer):
         return {"settings": self._settings()}
 
     def _more_arrays(self) -> dict[str, np.ndarray]:
-        return self._intake.arrays()
+        return {**super()._more_arrays(), **self._intake.arrays()}
 
     def _restorer(self, state: Mapping[str, Any], arrays: Arrays, claims: Claims) -> Restore:
         return self._intake.restorer(arrays, claims)

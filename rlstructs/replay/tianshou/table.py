@@ -18,7 +18,6 @@ from rlstructs.replay.draw.view import AnyView, View, numbered
 from rlstructs.replay.intake.arrays import from_bits, host_array
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.leave.gathered_column import GatheredColumn
-from rlstructs.replay.rows.lanes import REWRITES
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions
@@ -32,12 +31,12 @@ class Keys(NamedTuple):
     """The keys of a batch: the columns, and keys that are computed from them.
 
     Attributes:
-        layout: of the columns that they are valid for.
+        of: `Clock.columns` for which they are valid.
         specs: spec of each key.
         sources: how each is read.
     """
 
-    layout: int
+    of: int
     specs: dict[str, Spec]
     sources: Sources
 
@@ -169,11 +168,11 @@ class Table:
         return self._look().sources
 
     def _look(self) -> Keys:
-        keys, columns = self._keys, self.storage.columns
-        if keys.layout != columns.layout:
-            layout, stored = columns.layout, columns.specs
+        keys, clock = self._keys, self.storage.clock
+        if keys.of != clock.columns:
+            now, stored = clock.columns, self.storage.columns.specs
             specs = transitions.specs_of(stored)
-            keys = self._keys = Keys(layout, specs, sources_of(tuple(specs), tuple(stored)))
+            keys = self._keys = Keys(now, specs, sources_of(tuple(specs), tuple(stored)))
         return keys
 
     def find(self, name: str) -> Any:
@@ -237,15 +236,15 @@ class Table:
         Raises:
             StateError: they change faster than they are read.
         """
-        columns = self.storage.columns
+        clock = self.storage.clock
         for _ in range(MAX_REDRAWS + 1):
-            layout = columns.layout
+            before = clock.columns
             try:
                 found = look(*given)
-                if layout == columns.layout and not layout & 1:
+                if before == clock.columns and not before & 1:
                     return found
             except Exception:  # a column may be gone
-                if layout == columns.layout and not layout & 1:
+                if before == clock.columns and not before & 1:
                     raise
         raise StateError("columns change faster than they are read")
 
@@ -272,8 +271,8 @@ class _Ends:
             return self._read(storage)
 
     def _read(self, storage: Storage) -> np.ndarray:
-        ring, columns = storage.ring, storage.columns
-        of = ring, columns.layout, storage.counters.notes.item(REWRITES)
+        ring, columns, clock = storage.ring, storage.columns, storage.clock
+        of = clock.columns, clock.rewrites
         is_same = of == self._of and not is_on()  # poison is written without notice
         counters = ring.counters.tobytes()
         if is_same and counters == self._counters:

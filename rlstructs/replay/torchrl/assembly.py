@@ -36,7 +36,6 @@ class Assembly:
         priority_key: the column of new priorities.
         lock: held while rows are written, drawn or read.
         axes: axes of the `TensorDict`s that batches become if the first rows were some; None for a `DictTensor`.
-        version: raised by changes of batches that neither the rows nor the sampler show.
         quick: writes one row that only has to be copied; None if not known yet, False if no row is like that.
         store: the rows.
         export: makes batches of arrays.
@@ -53,7 +52,6 @@ class Assembly:
     priority_key: str
     lock: Any = field(default_factory=lock_that_forks)
     axes: Axes | None = None
-    version: int = 0
     quick: StepWriter | bool | None = None
     store: Storage = field(init=False)
     export: Exporter = field(init=False)
@@ -89,17 +87,12 @@ class Assembly:
         """
         return restore_form(self.export(arrays, self.specs), self.axes, n_axes)
 
-    def content(self) -> Any:
-        """Returns a value that differs after every change samples depend on."""
-        store, own = self.store, (self.version, len(self.transform))
-        return store.version, store.ring.counters.tobytes(), self.sampler.version, own
-
     def note_change(self) -> None:
         """Forgets everything that was computed from the parts.
 
         It is called when a part was exchanged.
         """
-        self.version += 1
+        self.store.clock.count_draws()
         self.quick = None
 
     def check(self, sampler: Sampler, writer: Writer, owner: Any) -> None:

@@ -30,6 +30,7 @@ from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, State
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import is_mapping
 from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.lanes import Instant
 from rlstructs.replay.torchrl import episode_marks, packs, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.part import join_key
@@ -97,7 +98,7 @@ class Prefetch:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._queue: deque[Batch] = deque()
-        self._drawn_from: Any = None  # the request and the content that the batches in the queue were drawn from
+        self._drawn_from: Any = None  # of the batches in the queue: the request, the number of transforms, the instant
         self._before: Place | None = None  # the place in the stream before the first of them
         self._is_calm = True
         self._pool: ThreadPoolExecutor | None = None
@@ -109,16 +110,16 @@ class Prefetch:
     def __reduce__(self) -> Any:
         return Prefetch, (self.depth,)
 
-    def take(self, draws: Draws, content: Any) -> Batch:
+    def take(self, draws: Draws, now: Instant) -> Batch:
         """Takes the next batch.
 
         Args:
             draws: draws it, if none was made ahead.
-            content: a value that differs after every change that draws depend on.
+            now: the instant of the store.
         """
         place = draws.place()
         self._forget_after_fork()
-        drawn_from = draws.request, content
+        drawn_from = draws.request, draws.n_transforms, now
         if self._drawn_from == drawn_from and (not self._queue or self._before == place):
             self._is_calm = True
         else:
@@ -135,6 +136,8 @@ class Prefetch:
         self._before = batch.after
         if self._is_calm:
             self._fill(draws, self._queue[-1].after if self._queue else batch.after)
+        # Drawing makes priorities follow the rows, which changes no later draw.
+        self._drawn_from = draws.request, draws.n_transforms, now._replace(draws=draws.clock.draws)
         return batch
 
     def _fill(self, draws: Draws, last: Place) -> None:
@@ -218,7 +221,7 @@ class Sampling:
                 return None
             draws, batch = Draws(parts, request, self._collate_fn, self._pin_memory), None
             if self.ahead.depth:
-                batch = self.ahead.take(draws, parts.content())
+                batch = self.ahead.take(draws, parts.store.now())
             else:
                 picked = draws.draw()
                 draws.sampler.drawn(picked)
@@ -328,9 +331,9 @@ class Draws:
         self, parts: Assembly, request: Request, collate_fn: Callable[[Any], Any] | None, pin_memory: bool
     ) -> None:
         self.lock, self._store, self._reading = parts.lock, parts.store, parts.reading
-        self._rng = parts.stream.generator
+        self._rng, self.clock = parts.stream.generator, parts.store.clock
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
-        self.sampler, self._transform = parts.sampler, parts.transform
+        self.sampler, self._transform, self.n_transforms = parts.sampler, parts.transform, len(parts.transform)
         self._specs, self._axes, self._export = parts.store.columns.specs, parts.axes, parts.export
         # Whether each draw is one row of a batch.
         self._is_flat = type(parts.sampler).flat is Sampler.flat

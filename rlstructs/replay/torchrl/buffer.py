@@ -296,9 +296,6 @@ class DictTensorBase(Buffer):
         with self._parts.lock:
             keeping.load_state_dict(self, state_dict)
 
-    def _content(self) -> Any:
-        return self._parts.content()
-
     def _takes_capacity(self, capacity: int) -> bool:
         return self._parts.storage.capacity_for(capacity) == capacity
 

@@ -18,6 +18,7 @@ from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.draw.priorities import LEAVES, TREE_LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.intake.arrays import flat_items, host_array, real_numbers, row_ids
 from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.rows.lanes import Clock
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.part import check_neutral
 from rlstructs.replay.torchrl.samplers import INDEX, MASK, WEIGHT, Arrays, Sampler, State
@@ -98,7 +99,6 @@ class PrioritizedSampler(Sampler):
         if not self._alpha and alpha:
             warnings.warn("alpha was 0: what priorities the rows had is not known, all of them get 1", stacklevel=2)
         self._alpha = alpha
-        self.version += 1
 
     @property
     def beta(self) -> float:
@@ -108,7 +108,8 @@ class PrioritizedSampler(Sampler):
     @beta.setter
     def beta(self, beta: float) -> None:
         self._beta = exponent("beta", beta)
-        self.version += 1
+        if self._priorities is not None:
+            self._priorities.clock.count_draws()
 
     @property
     def max_priority(self) -> float:
@@ -136,11 +137,12 @@ class PrioritizedSampler(Sampler):
         is_small = self.max_capacity is not None and self.max_capacity < max_size
         if is_small and max_size < NO_LIMIT:  # priorities grow with the rows
             raise SpecError(f"max_capacity is {self.max_capacity}, the storage has room for {max_size} rows")
-        self._priorities = self._create(storage.columns.n_rows, self._alpha)
+        self._priorities = self._create(storage.columns.n_rows, self._alpha, storage.clock)
         super().start(storage, max_size)
 
-    def _create(self, n_rows: int, alpha: float) -> Priorities:
-        return Priorities(n_rows, 1, alpha, first=1.0 + self.eps, of_present=self.max_priority_within_buffer)
+    def _create(self, n_rows: int, alpha: float, clock: Clock) -> Priorities:
+        settings: Any = {"first": 1.0 + self.eps, "of_present": self.max_priority_within_buffer}
+        return Priorities(n_rows, 1, alpha, **settings, clock=clock)
 
     def _of(self) -> Priorities:
         assert self._priorities is not None, "a sampler is started before it draws"
@@ -200,11 +202,9 @@ class PrioritizedSampler(Sampler):
             held = rows >= 0 if rows.dtype.kind == "i" else np.ones(rows.shape, bool)
             rows, values = row_ids(rows[held], storage.columns.n_rows), values[held]
         self._of().update(view, rows, values + self.eps, is_last)
-        self.version += 1
 
     def cleared(self) -> None:
         self._of().clear()
-        self.version += 1
 
     def grown(self, n_rows: int) -> None:
         self._of().grow(n_rows)
@@ -212,7 +212,6 @@ class PrioritizedSampler(Sampler):
     def replaced(self, storage: Storage, rows: np.ndarray) -> None:
         self._of().follow(storage.view())
         self._of().replace(rows)
-        self.version += 1
 
     def state(self) -> dict[str, Any]:
         return {**self._of().state(), "beta": self._beta}
@@ -224,11 +223,11 @@ class PrioritizedSampler(Sampler):
         alpha, beta = exponent("alpha", state["alpha"]), exponent("beta", state["beta"])
         if TREE_LEAVES not in arrays:
             raise ValueError("it has no priorities")
-        priorities = self._create(claims.n_rows, alpha).restored(arrays, state, claims)
+        priorities = self._create(claims.n_rows, alpha, self._of().clock).restored(arrays, state, claims)
 
         def restore() -> None:
             self._alpha, self._beta, self._priorities, self.written = alpha, beta, priorities, None
-            self.version += 1
+            priorities.clock.count_draws()
 
         return restore
 

@@ -31,7 +31,6 @@ class Sampler(Part):
         needs_episodes: whether it has to know where episodes end.
         end_key, traj_key: further columns that say where episodes end and begin; None for none.
         drop_last: whether the last rows of a pass, fewer than a batch, are left out.
-        version: raised by every change of later draws, except changes of rows and of `position`.
         ran_out: whether a pass over the rows is over.
     """
 
@@ -41,7 +40,6 @@ class Sampler(Part):
     traj_key: str | None = None
     drop_last = False
     ran_out = False
-    version = 0
 
     def start(self, storage: Storage, max_size: int) -> None:
         """Begins to draw from a store, as it is now.

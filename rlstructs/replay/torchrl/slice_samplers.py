@@ -167,10 +167,6 @@ class SliceSampler(Sampler):
         super().cleared()
         self._slices.forget()
 
-    def reordered(self) -> None:
-        self._slices.forget()
-        self.version += 1
-
     def _shown(self) -> dict[str, Any]:
         size = {"num_slices": self.num_slices} if self.slice_len is None else {"slice_len": self.slice_len}
         kept = {"strict_length": self.strict_length, "pad_output": self.pad_output, "per": self.per}
@@ -275,7 +271,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         return np.asarray(low + (latest[n_steps >= length] if self.strict_length else latest))
 
     def reordered(self) -> None:
-        super().reordered()
         self.begin_pass()
 
 
