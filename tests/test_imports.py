@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = """
 workers
 errors
-checks copying debug
+checks copying debug trace
 frameworks worker_setup
 files
 structures seeding moments

@@ -27,6 +27,9 @@ from rlstructs.workers.public_names import set_module
 class SharedArena:
     """Memory that this process shares with the workers it was passed to.
 
+    Args:
+        name: what the links in /proc/<pid>/fd call it, where the system has such names.
+
     Example:
         >>> arena = SharedArena()
         >>> arena.resize(4096)
@@ -36,9 +39,9 @@ class SharedArena:
         >>> arena.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "rlstructs") -> None:
         with defer_interrupt():  # nobody would close a descriptor without an owner
-            self._descriptor = Descriptor(_anonymous_file())
+            self._descriptor = Descriptor(_anonymous_file(name))
         self._map: mmap.mmap | None = None
 
     @classmethod
@@ -128,9 +131,9 @@ def _translate_memory_errors(nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def _anonymous_file() -> int:
+def _anonymous_file(name: str) -> int:
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("rlstructs", os.MFD_CLOEXEC)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)  # its mode is 0777 at first: any user who sees /proc/<pid>/fd could open it
         return fd
     return _unlinked_shm()

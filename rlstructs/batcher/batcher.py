@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
@@ -47,6 +48,7 @@ from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.batcher.start import start_engine
 from rlstructs.batcher.state import plan_load, take_state
+from rlstructs.batcher.tracing import record
 from rlstructs.checks import check_count, other_words, warn_caller
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
@@ -57,6 +59,9 @@ from rlstructs.seeding import draw_seed
 from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.trace.lane import EVALUATE, LEASE, ORDER, READ, RESET, SAVE, UPDATE, Lane, during
+from rlstructs.trace.timeline import Timeline
+from rlstructs.trace.verdict import explain
 from rlstructs.workers.interrupts import defer_first_interrupt
 from rlstructs.workers.public_names import set_module
 
@@ -172,6 +177,7 @@ class RL_Batcher:
             None if self._device.type == "cpu" else self._device, on_env_failure, max_env_restarts,
         )  # fmt: skip
         self._engine = self._start_engine(settings, run)
+        self._lane = self._engine.board.lane
         try:
             warn_of_overlap(settings.seeds, self._engine.n_envs)
             if self._engine.hint:
@@ -258,6 +264,7 @@ class RL_Batcher:
     def __iter__(self) -> Iterator[Trajectories]:
         return self.rollouts()
 
+    @during(RESET)
     def reset(self, agent_info: DictTensor = NO_INFO, env_info: DictTensor = NO_INFO) -> None:
         """Starts an episode in every environment.
 
@@ -287,6 +294,7 @@ class RL_Batcher:
             self._engine.reset(infos)
             self._life.phase = Phase.READY
 
+    @during(ORDER)
     def execute(self, agent_info: DictTensor | None = None) -> None:
         """Starts a rollout and returns at once.
 
@@ -334,6 +342,7 @@ class RL_Batcher:
         preempt: float | None = None,
     ) -> tuple[Trajectories, int] | tuple[None, None]: ...
 
+    @during(READ)
     def get(
         self,
         blocking: bool = True,
@@ -380,6 +389,7 @@ class RL_Batcher:
         """
         return self._delivery.get(blocking, out, min_workers, preempt)
 
+    @during(READ)
     def wait(
         self, blocking: bool = True, *, min_workers: int | None = None, preempt: float | None = None
     ) -> tuple[int, int] | tuple[None, None]:
@@ -398,6 +408,7 @@ class RL_Batcher:
         """
         return self._delivery.wait(blocking, min_workers, preempt)
 
+    @during(LEASE)
     def lease(self) -> Lease:
         """Lends the rollout that `execute` started: `get` without a copy.
 
@@ -413,6 +424,7 @@ class RL_Batcher:
         """
         return self._delivery.lease(lambda _, trajectories, *rest: Lease(trajectories, *rest, is_guarded=self._debug))
 
+    @during(UPDATE)
     def update(self, info: Any) -> None:
         """Calls `update(info)` of every agent, and waits until all have returned.
 
@@ -440,6 +452,7 @@ class RL_Batcher:
     _life: Lifecycle
     _engine: Engine
     _delivery: Delivery
+    _lane: Lane
     # One row of `agent_info` and `env_info`; empty if there is none.
     _examples: dict[str, DictTensor]
 
@@ -492,6 +505,7 @@ class RL_Batcher:
         self._life.check("feed", Phase.NEW, Phase.READY, Phase.ENDED, Phase.INTERRUPTED)
         self._engine.feed(memory, names, self._life)
 
+    @during(EVALUATE)
     def evaluate(
         self,
         n_episodes: int,
@@ -606,6 +620,59 @@ class RL_Batcher:
         self._life.check_open("metrics")
         return self._engine.metrics()
 
+    def trace(self, path: str | Path) -> contextlib.AbstractContextManager[Timeline]:
+        """Writes a timeline of a `with` block: what the trainer and each worker do at each moment.
+
+        The file opens in Perfetto (https://ui.perfetto.dev) and in `chrome://tracing`; `rlstructs trace FILE` says what
+        follows from it. Each worker has a lane: agent, environment, reset, write, update, wait for an order, start; the
+        trainer has wait, read, lease, order, update, evaluate, draw, save, restart, and learn, which is what lies
+        between calls. Arrows lead from an order to its rollout and to its delivery. It is appended to as the program
+        runs, some megabytes a second where steps are quick; one that is killed leaves a file that opens.
+
+        Args:
+            path: the file, which is replaced; usually `.json`.
+
+        Returns:
+            A context manager; its `n_lost` counts events that did not fit into memory, which the file shows as "not
+            recorded".
+
+        Raises:
+            StateError: a timeline is being written already.
+            ClosedError: the batcher is closed.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from rlstructs import RL_Batcher
+            >>> path = tempfile.mkdtemp() + "/run.json"
+            >>> with RL_Batcher.make("CartPole-v1", n_envs=4, n_workers=2, n_timesteps=10, seed=0) as batcher:
+            ...     with batcher.trace(path) as timeline:
+            ...         n_rollouts = sum(1 for _ in batcher.rollouts(n_steps=80))
+            >>> n_rollouts, timeline.n_lost
+            (2, 0)
+        """
+        self._life.check_open("trace")
+        return record(path, self._engine.board)
+
+    def explain(self) -> str:
+        """Says where the time went since the last call, and what to do about it.
+
+        Returns:
+            Five lines: the bottleneck; what to do; the shares of the trainer's time; of the workers' time; how much was
+            done. `rlstructs trace FILE` says the same of a timeline.
+
+        Example:
+            >>> from rlstructs import RL_Batcher
+            >>> with RL_Batcher.make("CartPole-v1", n_envs=4, n_workers=2, n_timesteps=10, seed=0) as batcher:
+            ...     n_rollouts = sum(1 for _ in batcher.rollouts(n_steps=80))
+            ...     lines = batcher.explain().splitlines()
+            >>> lines[1].split(": ")[0], lines[4].split(",")[0]
+            ('to do', '80 steps')
+        """
+        self._life.check_open("explain")
+        return "\n".join(explain(self._engine.board.take_account()))
+
+    @during(SAVE)
     def state_dict(self, exact: bool | str = False) -> dict[str, Any]:
         """Returns the state of the batcher, for `load_state_dict`; collection is not affected.
 
@@ -637,6 +704,7 @@ class RL_Batcher:
         """
         return take_state(self._engine, self._life, self._delivery, exact)
 
+    @during(SAVE)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`.
 

@@ -46,6 +46,7 @@ class Engine:
 
     Attributes:
         pool: the workers.
+        board: the lanes of this process and of the workers.
         layout: the columns of rollouts.
         n_envs, n_elems: E, the number of environments of one worker; N, of all.
         nbytes: bytes of the memory that rollouts are written to.
@@ -61,7 +62,7 @@ class Engine:
     ) -> None:
         self._supervisor, self._transport, self._outbox = supervisor, transport, outbox
         self._feeding = Feeding(supervisor, transport)
-        self.settings, self.arenas, self.pool = settings, arenas, supervisor.pool
+        self.settings, self.arenas, self.pool, self.board = settings, arenas, supervisor.pool, supervisor.board
         self.layout, _, self.n_envs, self.hint = transport.contents
         self.noun, self.job_state_class = supervisor.noun, supervisor.job_state_class
         self.n_elems, self.nbytes, self.run_ahead = self.layout.n_slots, transport.nbytes, supervisor.run_ahead

@@ -19,6 +19,7 @@ from rlstructs.shared import weights
 from rlstructs.shared.layout import Layout
 from rlstructs.shared.slots import SlotBuffers
 from rlstructs.structures.arrays import specs_of
+from rlstructs.trace.board import Board
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.workers import InlinePool, SharedArena, WorkerPool
 from rlstructs.workers.pickle_errors import explain_pickle_error
@@ -44,18 +45,23 @@ def start_engine(settings: JobSettings, run: RunSettings, debug: bool, make: typ
     Raises:
         Exception: what the constructor of `RL_Batcher` raises.
     """
-    arenas = SharedArena(), SharedArena()
-    slots_arena, weights_arena = arenas
+    board = Board.make(
+        run.n_workers, n_timesteps=run.n_timesteps, run_ahead=run.run_ahead, is_inline=not run.n_processes
+    )
+    arenas = SharedArena(), SharedArena(), board.arena
+    slots_arena, weights_arena, _ = arenas
     pool = start_pool(settings, run, arenas)
     try:
-        supervisor = Supervisor(pool, run.on_worker_failure, run.max_restarts, run.run_ahead)
+        supervisor = Supervisor(pool, run.on_worker_failure, run.max_restarts, run.run_ahead, board)
         contents = find_contents(supervisor, settings, run.n_timesteps)
         slot_buffers = SlotBuffers(contents.layout, run.run_ahead + 1, len(contents.blocks))
         slots_arena.resize(slot_buffers.reserved_nbytes, expected=slot_buffers.nbytes)
         transport = SlotTransport(contents, supervisor.records, slot_buffers, slots_arena.map(), debug)
         supervisor.attach(slot_buffers)
+        board.write_facts(n_envs=contents.n_envs)
         own = run.n_processes == 0
         outbox = weights.LocalOutbox() if own else weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
+        board.begin_account()
         return make(settings, supervisor, transport, outbox, *arenas)
     except BaseException:
         with contextlib.suppress(Exception):
@@ -89,7 +95,7 @@ def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: in
     return Contents(Layout(n_elems, n_timesteps, specs.observation, specs.action, info), blocks, n_envs, specs.hint)
 
 
-def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena]) -> Pool:
+def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedArena, SharedArena, SharedArena]) -> Pool:
     """Starts workers and builds their jobs.
 
     With no processes, builds one job in this one.

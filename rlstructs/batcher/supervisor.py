@@ -20,6 +20,9 @@ from rlstructs.exact.job import JobState
 from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.shared.slots import SlotBuffers
+from rlstructs.trace.board import Board
+from rlstructs.trace.lane import DELIVERED, ORDERED, REPLACED, RESTARTS, VERSION, WAIT, during, pack_place
+from rlstructs.trace.lane import RESTART as RESTARTING
 from rlstructs.workers import WorkerError
 from rlstructs.workers.errors import is_gone
 from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt
@@ -40,14 +43,15 @@ class Supervisor:
         policy: "raise" or "restart".
         max_restarts: how many workers may be replaced in all; None for any number.
         run_ahead: how many rollouts may be ordered in addition to the oldest one that is not handed out.
+        board: the lanes of this process and of the workers.
     """
 
     #: The word for a worker in messages, and the classes of its record and of its job's exact state.
     noun, record_class = "worker", WorkerRecord
     job_state_class: Any = JobState
 
-    def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int = 0) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, policy: str, max_restarts: int | None, run_ahead: int, board: Board) -> None:
+        self.pool, self.board, self._lane = pool, board, board.lane
         self.records = Records(self.record_class() for _ in range(pool.n_workers))
         self._max_restarts, self.run_ahead = max_restarts, run_ahead
         #: Whether workers that fail are replaced; a job in this process cannot be.
@@ -111,6 +115,7 @@ class Supervisor:
             packed: the update.
             record_sent: called with the requests as soon as all workers are asked.
         """
+        self._lane.cells[VERSION] += 1
         if not self.run_ahead:
             return self._call("update", packed, record_sent=record_sent)
         self.replace_gone()
@@ -186,6 +191,7 @@ class Supervisor:
             for index, record in enumerate(self.records):
                 if len(record.orders) <= self.run_ahead:
                     write_agent_info(index, record.n_ordered)
+                    self._lane.note(ORDERED, pack_place(index, record.n_ordered))
                     numbers.setdefault(record.n_ordered, []).append(index)
                     record.n_ordered += 1
             for number, indexes in numbers.items():
@@ -209,6 +215,7 @@ class Supervisor:
         n_running = sum(record.is_running for record in self.records)
         return count_awaited(at_least, preempt, self.noun, self.pool.n_workers, n_running)
 
+    @during(WAIT)
     def wait(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> dict[int, RolloutOrder]:
         """Waits for the oldest rollouts; returns the finished and lost ones by worker.
 
@@ -247,6 +254,8 @@ class Supervisor:
         Returns:
             Whether the first rollout of a successor is still to be handed out.
         """
+        for worker, order in orders.items():
+            self._lane.note(DELIVERED, pack_place(worker, order.number))
         if self.statistics:
             self.set_statistics(merge_parts(self.statistics, self.list_statistics(orders)))
         return self.records.hand_out(orders)
@@ -430,6 +439,7 @@ class Supervisor:
         """Makes the arguments that a successor's job is built with."""
         return (self.records[index].stream,)
 
+    @during(RESTARTING)
     def _replace(self, indexes: list[int]) -> dict[int, BaseException]:
         """Starts a successor for each of these workers; returns the failures by worker."""
         before = [(record := self.records[index], record.stream, record.n_restarts) for index in indexes]
@@ -445,6 +455,8 @@ class Supervisor:
         with defer_interrupt():
             for index in indexes:
                 self.records[index].begin_successor()
+                self._lane.note(REPLACED, index)
+            self._lane.cells[RESTARTS] += len(indexes)
             self._replaced |= set(indexes)
         self.pool.settle(requests := self.pool.restart({k: self._make_successor_arguments(k) for k in indexes}))
         self.on_restart(indexes)

@@ -48,6 +48,7 @@ from rlstructs.errors import SpecError
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.trace.board import Board
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.setup import read_libraries
 from rlstructs.workers import pickling
@@ -280,7 +281,7 @@ def start_ray_engine(
     pool = NodePool(_pickle_settings(settings, run, debug), job_arguments, sizes, placement, run.timeout)
     try:
         policy, n_rollouts = run.on_worker_failure, run.run_ahead + 1
-        supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead)
+        supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead, Board.make(0))
         contents = find_contents(supervisor, settings, run.n_timesteps)
 
         def send_infos(infos: Mapping[str, DictTensor]) -> None:

@@ -14,6 +14,7 @@ from rlstructs.distributed.node_job import NodeState
 from rlstructs.distributed.pool import NodePool
 from rlstructs.moments import Moments
 from rlstructs.rollout.progress import Clock
+from rlstructs.trace.board import Board
 from rlstructs.workers.messages import Future
 
 # The counters of failures in the state of a worker, and the fields of a new clock.
@@ -81,8 +82,8 @@ class NodeSupervisor(Supervisor):
 
     noun, record_class, job_state_class = "node", NodeRecord, NodeState
 
-    def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int) -> None:
-        super().__init__(pool, policy, max_restarts, run_ahead)
+    def __init__(self, pool: NodePool, policy: str, max_restarts: int | None, run_ahead: int, board: Board) -> None:
+        super().__init__(pool, policy, max_restarts, run_ahead, board)
         self._nodes = pool
         # Requests whose reply nobody has waited for, each with the number of the node's first rollout after it.
         self._unconfirmed: list[tuple[Future, int]] = []

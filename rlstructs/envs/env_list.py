@@ -16,6 +16,7 @@ from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.stepping import NO_RESULT, add_origin, check_step, explain_step_error, find_env_name, read_reset
 from rlstructs.errors import SpecError
 from rlstructs.seeding import next_stream
+from rlstructs.trace.lane import RESET, within
 
 if TYPE_CHECKING:  # spaces load gymnasium
     from rlstructs.envs.spaces import Leaf
@@ -243,6 +244,7 @@ class EnvList:
             raise errors[0]
         return values
 
+    @within(RESET)
     def _reset_one(self, k: int, seed: int | None, options: Mapping[str, Any] | None) -> tuple[Any, Any]:
         """Resets environment k; returns its observation and info."""
         env = self._envs[k]

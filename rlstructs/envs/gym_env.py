@@ -21,6 +21,7 @@ from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.seeding import environment_seeds
 from rlstructs.shared.packing import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.trace import lane as lanes
 from rlstructs.workers.public_names import set_module
 
 
@@ -194,6 +195,8 @@ class GymEnv(RowDefaults, EnvList):
             episodes = [self._episodes[k] for k in running.tolist()]
             envs = [LoggedEnv(env, episode, self._copy) for env, episode in zip(envs, episodes, strict=True)]
         self._lives.n_steps += 1
+        if lanes.current is not None and lanes.is_timed(self._lives.n_steps):
+            envs = lanes.current.time_envs(envs, running.tolist())
         rewards: list[Any] = [None] * running.size
         frames = self._step_envs(envs, actions, rewards)
         after = self._after.fill(frames, running)

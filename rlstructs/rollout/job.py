@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -37,6 +37,9 @@ from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.trace import lane as lanes
+from rlstructs.trace.board import Board
+from rlstructs.trace.lane import Lane, during
 from rlstructs.workers.arena import SharedArena, attach, can_attach
 from rlstructs.workers.loop import close_job
 
@@ -51,6 +54,7 @@ class RolloutJob:
         weights_arena: holds the tensors of updates.
         settings: how to make environments and agent.
         is_first: whether this worker is the first one in its place; specs are unknown then.
+        lane: where the worker's time goes; None for one that nobody reads.
 
     Attributes:
         env, agent: the environments and the agent.
@@ -64,10 +68,11 @@ class RolloutJob:
     weights_arena: SharedArena
     settings: JobSettings
     is_first: bool = True
+    lane: InitVar[Lane | None] = None
     specs: Specs | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        settings = self.settings
+    def __post_init__(self, lane: Lane | None) -> None:
+        settings, self._lane = self.settings, lane or Lane()
         self._agent_seed = None if settings.agent_seeds is None else int(settings.agent_seeds[self.index])
         seed_global_streams(settings.seeds[self.index], self._agent_seed)
         # Two copies of the arguments, because finding the specs may change the one that it uses.
@@ -133,6 +138,7 @@ class RolloutJob:
             make = self._slot_buffers.slots
             self._group_slots = [make(buffer, first=first + rows.start, n=len(rows)) for rows in self._rows]
 
+    @during(lanes.RESET)
     def reset(self, statistics: Mapping[str, Moments]) -> None:
         """Starts an episode in every environment, with the `env_info/` rows of the slots.
 
@@ -153,6 +159,7 @@ class RolloutJob:
         """The environments that run, int64, counted from the worker's first."""
         return self.progress.running(self._rows)
 
+    @during(lanes.WRITE)
     def rollout(self, number: int, statistics: Mapping[str, Moments]) -> RolloutReply:
         """Fills the slots of all environments that run.
 
@@ -170,7 +177,8 @@ class RolloutJob:
                 return self._reply([])
             began = perf_counter()
             slots.first_steps[...] = progress.next_steps
-            self._acquire(number, slots)
+            with self._lane.count_rollout(number, self._inbox.version, progress.clock):
+                self._acquire(number, slots)
             progress.next_steps += slots.lengths
             if self._feed is not None:
                 self._feed.write(slots, number, self._inbox.version)
@@ -198,10 +206,11 @@ class RolloutJob:
     def _acquire(self, number: int, slots: Slots) -> None:
         """Runs a rollout."""
         cuts, index, progress = self._cuts, self.index, self.progress
-        acting_agent = ActingAgent(self.agent, self.settings.device, progress.clock, lambda: cuts[index] > number)
+        acting_agent = ActingAgent(self.agent, self.settings.device, self._lane, lambda: cuts[index] > number)
         own = [buffers[number % len(buffers)] for buffers in self._group_slots]
         progress.groups = acquire(acting_agent, self._groups, own, progress.groups, slots.info("agent_info/"))
 
+    @during(lanes.UPDATE)
     def update(self, packed: Packed) -> tuple[int, ...]:
         """Gives the agent an update.
 
@@ -276,6 +285,7 @@ class RolloutJob:
             create_env, self.agent, self.slots[0].layout, seed, n, max_steps, own, self.settings.device
         )
 
+    @during(lanes.EVALUATE)
     def evaluate(self, wanted: np.ndarray) -> Standing:
         """Continues the evaluation for up to T timesteps.
 
@@ -421,8 +431,16 @@ class JobFactory:
     settings: JobSettings
 
     def __call__(
-        self, index: int, arena: SharedArena, weights_arena: SharedArena, restart_number: int = 0
+        self,
+        index: int,
+        arena: SharedArena,
+        weights_arena: SharedArena,
+        board_arena: SharedArena,
+        restart_number: int = 0,
     ) -> RolloutJob:
         """Makes the job of a worker, or of the `restart_number`-th one that replaces it."""
         settings = self.settings.with_new_streams(index, restart_number) if restart_number else self.settings
-        return RolloutJob(index, arena, weights_arena, settings, is_first=not restart_number)
+        lane = Board(board_arena).make_lane(1 + index)
+        job = RolloutJob(index, arena, weights_arena, settings, not restart_number, lane)
+        lane.enter(lanes.ORDERLESS)
+        return job

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from time import perf_counter
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -14,12 +13,13 @@ import torch
 from rlstructs.agent import RL_Agent, evaluation_mode, takes_views
 from rlstructs.envs.row_env import RowEnv, SplitEnv, Step
 from rlstructs.errors import SpecError
-from rlstructs.rollout.progress import Clock, Progress
+from rlstructs.rollout.progress import Progress
 from rlstructs.shared.slots import Slots
 from rlstructs.shared.writing import LazyCopies, Steps, settle
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.tree import put_rows
+from rlstructs.trace.lane import AGENT, ENVIRONMENT, EPISODES, STEPS, WRITE, Lane
 
 # Returns the observations of some rows (None: all) at t, and copies to settle before those are overwritten.
 Observe = Callable[[int, np.ndarray | None], tuple[DictTensor, weakref.ref[LazyCopies] | None]]
@@ -31,13 +31,13 @@ class ActingAgent(NamedTuple):
     Attributes:
         agent: acts on the environments that run.
         device: where the agent wants observations; None for the CPU.
-        clock: adds up times and steps; None to measure nothing.
+        lane: adds up times and steps.
         is_cut: called after each step; the rollout ends there if it returns True. None if it never ends early.
     """
 
     agent: RL_Agent
     device: torch.device | None = None
-    clock: Clock | None = None
+    lane: Lane = Lane()  # that nobody reads
     is_cut: Callable[[], bool] | None = None
 
 
@@ -132,14 +132,14 @@ class Rollout:
         Yields while the environments step if they are one `group` of several.
         """
         rows, info, state, steps, observe = self._begin()
-        (agent, device, clock, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
+        (agent, device, lane, is_cut), env, slots = self._acting_agent, self._env, self._slots  # local names are fast
+        enter, counters = lane.enter, lane.cells
         is_shown, has_info, has_state = self._is_shown, bool(info._tensors), not state.empty()
         # Some environments alone do not write to the target.
         writes = rows is None and (group is not None or env.writes_rows)
         skip_idle, read_history = self._skip_idle, self._history_reader()
         for t in range(slots.layout.n_timesteps):
-            if clock is not None:
-                began = perf_counter()
+            enter(AGENT)
             seen, copies = observe(t, rows)
             known = info if is_shown else info.clone() if has_info else DictTensor.trusted({})
             if device is not None:
@@ -152,22 +152,21 @@ class Rollout:
             del seen
             if copies is not None:
                 settle(copies)
-            if clock is not None:
-                clock.agent += (acted := perf_counter()) - began
+            enter(WRITE)
             if has_state:  # before the agent gets it in the next step
                 slots.check_state(state, slots.n if rows is None else rows.size)
             steps.write_action(t, rows, output)
+            enter(ENVIRONMENT)
             if group is not None:
                 group.send_rows(output)
                 state = state.clone() if has_state else state  # the agent may write into it meanwhile
                 yield
-                acted = perf_counter()
+                enter(ENVIRONMENT)
                 step = group.recv_rows(steps.target(t + 1) if writes else None)
             else:
                 step = env.step_rows(output, steps.target(t + 1)) if writes else env.step_rows(output)
-            if clock is not None:
-                clock.environment += perf_counter() - acted
-                clock.steps += (slots.n if rows is None else rows.size) - step.idle.size
+            enter(WRITE)
+            counters[STEPS] += (slots.n if rows is None else rows.size) - step.idle.size
             if not writes:
                 steps.write_observation(t + 1, rows, step.after)
             if step.idle.size:
@@ -175,6 +174,7 @@ class Rollout:
             if step.fresh is not None:
                 ended = step.reset if rows is None else rows[step.reset]
                 slots.write_reset(t, ended, step.after.take(step.reset), step.fresh)
+                counters[EPISODES] += ended.size
             if step.kept is not None:
                 rows, info, state = self._drop_stopped(t, rows, step, info, state)
                 writes = False
@@ -275,10 +275,11 @@ class Rollout:
         slots, kept = self._slots, step.kept
         assert kept is not None
         slots.lengths[... if rows is None else rows] = t + 1
+        counters = self._acting_agent.lane.cells
+        counters[EPISODES] += len(step.after) - kept.size - step.failed.size
         if step.failed.size:
             slots.lengths[step.failed if rows is None else rows[step.failed]] = t
-            if self._acting_agent.clock is not None:
-                self._acting_agent.clock.steps -= step.failed.size
+            counters[STEPS] -= step.failed.size
         slots.check_state(state, slots.n if rows is None else rows.size)
         rows = kept if rows is None else rows[kept]
         state = state if state.empty() else state.index(kept)

@@ -1,0 +1,127 @@
+"""A board: the lanes of a trainer and its workers in shared memory, which other programs of the user may read too."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlstructs.trace.lane import IS_TRACED, LEARN, N_CELLS, N_EVENTS, START, Lane
+from rlstructs.trace.verdict import Account
+from rlstructs.workers.arena import SharedArena
+from rlstructs.workers.limits import n_cores
+
+# The facts, then for each lane its cells and its ring, all in pages of their own: a page takes memory when it is used.
+PAGE = 4096
+BLOCK = PAGE + 16 * N_EVENTS
+NAME = "rlstructs-board"
+
+
+class Board:
+    """The lanes of a trainer (row 0) and of its workers (from row 1 on).
+
+    Args:
+        arena: the memory.
+
+    Attributes:
+        lane: of the trainer, in its own process.
+    """
+
+    lane: Lane
+
+    def __init__(self, arena: SharedArena) -> None:
+        self._arena = arena
+        self._bytes = memoryview(arena.map())
+
+    @classmethod
+    def make(cls, n_workers: int, **facts: Any) -> Board:
+        """Makes a board.
+
+        Args:
+            n_workers: W.
+            facts: what else readers need to know, by name.
+        """
+        arena = SharedArena(NAME)
+        arena.resize(PAGE + (n_workers + 1) * BLOCK, expected=(n_workers + 2) * PAGE)
+        board = cls(arena)
+        board.lane = board.make_lane(0)
+        board.write_facts(n_workers=n_workers, pid=os.getpid(), n_cores=n_cores(), **facts)
+        return board
+
+    @property
+    def arena(self) -> SharedArena:
+        """The memory, to be sent to workers."""
+        return self._arena
+
+    def write_facts(self, **facts: Any) -> None:
+        """Adds facts for readers."""
+        text = json.dumps({**self.facts, **facts}).encode()
+        self._bytes[:PAGE] = text.ljust(PAGE, b"\0")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts: W, E, T, the run-ahead, the cores, the trainer's process id."""
+        text = bytes(self._bytes[:PAGE]).rstrip(b"\0")
+        return dict(json.loads(text)) if text else {}
+
+    def cells(self, row: int) -> memoryview:
+        """The cells of a lane, int64 (N_CELLS,)."""
+        at = PAGE + row * BLOCK
+        return self._bytes[at : at + 8 * N_CELLS].cast("q")
+
+    def ring(self, row: int) -> memoryview:
+        """The events of a lane, int64 (2 * N_EVENTS,)."""
+        at = PAGE + row * BLOCK + PAGE
+        return self._bytes[at : at + 16 * N_EVENTS].cast("q")
+
+    @property
+    def is_traced(self) -> memoryview:
+        """Whether events are recorded, int64 (1,): the number of the recording; 0 for none."""
+        return self.cells(0)[IS_TRACED : IS_TRACED + 1]
+
+    def make_lane(self, row: int) -> Lane:
+        """Makes the lane of this process."""
+        return Lane(self.cells(row), self.ring(row), self.is_traced, START if row else LEARN)
+
+    def read(self) -> np.ndarray:
+        """Copies the cells of all lanes, int64 (W + 1, N_CELLS)."""
+        return np.stack([np.array(self.cells(row)) for row in range(self.facts["n_workers"] + 1)])
+
+    def begin_account(self) -> None:
+        """Forgets what has been until now; see `take_account`."""
+        self._before = self._read_now()
+
+    def take_account(self) -> Account:
+        """Returns where the time went since the last call, or since `begin_account`."""
+        before, self._before = self._before, self._read_now()
+        return Account.of_cells(self._before - before, self._before, self.facts)
+
+    def _read_now(self) -> np.ndarray:
+        self.lane.enter(self.lane.enter(LEARN))  # adds what the trainer has spent in its present phase
+        return self.read()
+
+
+def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
+    """Finds the boards of all programs that this user may read: the trainer's process id, and a file to open."""
+    found: dict[int, Path] = {}
+    for folder in proc.glob("[0-9]*/fd"):
+        try:
+            links = [link for link in folder.iterdir() if os.readlink(link).startswith(f"/memfd:{NAME}")]
+        except OSError:  # the process of another user, or one that has ended
+            continue
+        for link in links:
+            if (facts := read_facts(link)) and facts.get("pid") == int(folder.parent.name):
+                found[facts["pid"]] = link
+    return found
+
+
+def read_facts(file: Path) -> dict[str, Any]:
+    """Reads the facts of a board; empty if they cannot be read."""
+    try:
+        with open(file, "rb") as opened:
+            return dict(json.loads(opened.read(PAGE).rstrip(b"\0")))
+    except (OSError, ValueError):
+        return {}
