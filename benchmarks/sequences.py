@@ -2,10 +2,12 @@
 
     python benchmarks/sequences.py --quick
 
-For lengths with a coefficient of variation of 0.3, 1 and 2 it prints the share of steps that are padding, the time of a
-learner's step (forward, loss, backward) over packs as a share of the same over padded, masked batches, for an LSTM and
-for a causal transformer, and that of packing as a share of copying the same bytes. At the end, the time of drawing
-packed windows as a share of drawing as many rows as sequences. CPU time, best of some rounds, in turns.
+For lengths drawn from gamma distributions with coefficients of variation of 0.3, 1 and 2 it prints the coefficient of
+the lengths that the batch really has (their standard deviation over their mean), the share of steps that are padding,
+the time of a learner's step (forward, loss, backward) over packs as a share of the same over padded, masked batches,
+for an LSTM in blocks of time (`run_recurrent`), the same over torch's packed sequences, and a causal transformer. Then
+that of packing as a share of copying the same bytes, for observations of 16 and of 1024 floats. At the end, the time of
+drawing packed windows of such rows as a share of drawing as many as sequences. CPU time, best of some rounds, in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import nn
 from rlstructs import DictTensor, TemporalDictTensor, Trajectories
 from rlstructs.memories.torch import RandomMemory
 
-N_INPUTS, N_HEADS = 16, 4
+N_INPUTS, N_WIDE, N_HEADS = 16, 1024, 4
 
 
 def measure(functions: dict[str, Callable[[], object]], n_rounds: int) -> dict[str, float]:
@@ -35,14 +37,14 @@ def measure(functions: dict[str, Callable[[], object]], n_rounds: int) -> dict[s
     return best
 
 
-def make_batch(cv: float, n_rows: int, n_timesteps: int) -> Trajectories:
-    """A batch whose lengths have this coefficient of variation, cut at `n_timesteps`."""
+def make_batch(cv: float, n_rows: int, n_timesteps: int, n_inputs: int = N_INPUTS) -> Trajectories:
+    """A batch whose lengths are drawn with this coefficient of variation; the longest has `n_timesteps`."""
     rng = np.random.default_rng(0)
     shape = 1 / cv**2
     drawn = rng.gamma(shape, 1 / shape, n_rows)
     lengths = np.clip(np.round(drawn / drawn.max() * n_timesteps), 1, n_timesteps).astype(np.int64)
     steps = {
-        "observation/frame": torch.randn(n_rows, n_timesteps, N_INPUTS),
+        "observation/frame": torch.randn(n_rows, n_timesteps, n_inputs),
         "action/action": torch.randint(4, (n_rows, n_timesteps)),
         "_observation/reward": torch.randn(n_rows, n_timesteps),
         "_observation/done": torch.zeros(n_rows, n_timesteps, dtype=torch.bool),
@@ -64,6 +66,10 @@ class Lstm(nn.Module):
         return (output[..., 0].square() * mask).sum() / mask.sum()
 
     def packed(self, batch: Trajectories) -> torch.Tensor:
+        pack = batch.packed(keys=["observation/frame"])
+        return self.head(pack.run_recurrent(self.memory, "observation/frame")).square().mean()
+
+    def sequence(self, batch: Trajectories) -> torch.Tensor:
         pack = batch.packed(keys=["observation/frame"])
         output, _ = self.memory(pack.as_packed_sequence("observation/frame"))
         return self.head(output.data).square().mean()
@@ -97,18 +103,15 @@ class Transformer(nn.Module):
 
 
 def compare_learners(batch: Trajectories, n_hidden: int, n_rounds: int) -> list[str]:
+    """The time of a step of the LSTM, the LSTM over packed sequences and the transformer, as shares of padded ones."""
+    lstm, transformer = Lstm(n_hidden), Transformer(n_hidden, batch.trajectories.n_timesteps())
     found = []
-    for network in (Lstm(n_hidden), Transformer(n_hidden, batch.trajectories.n_timesteps())):
-        losses = network.padded(batch), network.packed(batch)
-        torch.testing.assert_close(*losses)
-        times = measure(
-            {
-                "padded": lambda network=network: network.padded(batch).backward(),
-                "packed": lambda network=network: network.packed(batch).backward(),
-            },
-            n_rounds,
-        )
-        found.append(f"{times['packed'] / times['padded']:.2f}")
+    for padded, *others in ((lstm.padded, lstm.packed, lstm.sequence), (transformer.padded, transformer.packed)):
+        for other in others:
+            torch.testing.assert_close(padded(batch), other(batch))
+        forms = {form.__name__: lambda form=form: form(batch).backward() for form in (padded, *others)}
+        times = measure(forms, n_rounds)
+        found += [f"{times[form.__name__] / times['padded']:.2f}" for form in others]
     return found
 
 
@@ -124,13 +127,13 @@ def compare_packing(batch: Trajectories, n_rounds: int) -> str:
     return f"{times['pack'] / times['copy']:.2f}"
 
 
-def compare_draws(n_rounds: int) -> str:
+def compare_draws(n_inputs: int, n_rounds: int) -> str:
     memory, length = RandomMemory(memory_size=2000, num_envs=8, device="cpu", seed=0), 16
     names = ["observations", "actions", "rewards"]
-    for name, size in (*zip(names, (N_INPUTS, 1, 1), strict=True), ("terminated", 1)):
+    for name, size in (*zip(names, (n_inputs, 1, 1), strict=True), ("terminated", 1)):
         memory.create_tensor(name, size, torch.bool if name == "terminated" else torch.float32)
     for t in range(2000):
-        rows = {name: torch.zeros(8, N_INPUTS if name == "observations" else 1) for name in names}
+        rows = {name: torch.zeros(8, n_inputs if name == "observations" else 1) for name in names}
         memory.add_samples(**rows, terminated=torch.full((8, 1), t % 100 == 99))
     times = measure(
         {
@@ -150,14 +153,17 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     n_rows, n_timesteps, n_rounds = (16, 128, 3) if args.quick else (64, 256, 9)
-    print("variation  padding  LSTM  transformer  packing / copy")
+    print("variation  of lengths  padding  LSTM  packed sequences  transformer  packing / copy, wide")
     for cv in (0.3, 1.0, 2.0):
         batch = make_batch(cv, n_rows, n_timesteps)
         padding = 1 - float(batch.mask().mean())
-        lstm, transformer = compare_learners(batch, args.n_hidden, n_rounds)
-        packing = compare_packing(batch, n_rounds)
-        print(f"{cv:9}  {padding:7.2f}  {lstm:>4}  {transformer:>11}  {packing:>14}", flush=True)
-    print(f"packed windows / sequences: {compare_draws(n_rounds)}")
+        spread = float(batch.lengths.double().std(unbiased=False) / batch.lengths.double().mean())
+        lstm, sequences, transformer = compare_learners(batch, args.n_hidden, n_rounds)
+        packing = [compare_packing(each, n_rounds) for each in (batch, make_batch(cv, n_rows, n_timesteps, N_WIDE))]
+        print(f"{cv:9}  {spread:10.2f}  {padding:7.2f}  {lstm:>4}  {sequences:>16}  {transformer:>11}  "
+              f"{packing[0]:>14}, {packing[1]}", flush=True)  # fmt: skip
+    draws = [compare_draws(n_inputs, n_rounds) for n_inputs in (N_INPUTS, N_WIDE)]
+    print(f"packed windows / sequences: {draws[0]}, wide {draws[1]}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rlstructs.structures.arrays import as_array
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.segments import EPISODE, FILLER, Piece
 from rlstructs.structures.temporal_dict_tensor import FIRST_STEPS, TemporalDictTensor
+from rlstructs.structures.time_major import TimeMajor, time_major
 from rlstructs.structures.tree import show
 
 TABLE = ("row", "start", "episode", "continues")
@@ -50,17 +51,18 @@ class Layout:
     @classmethod
     def of(cls, info: DictTensor, steps: TemporalDictTensor, by: str) -> Layout:
         """The layout of the valid steps of a batch."""
-        device, n_timesteps = steps.device(), steps.n_timesteps()
-        valid = np.arange(n_timesteps) < as_array(steps.lengths)[:, None]
-        places = valid.ravel().nonzero()[0]
+        device, n_timesteps, lengths = steps.device(), steps.n_timesteps(), as_array(steps.lengths)
+        places = seg.find_steps(lengths, n_timesteps)
         if places.size >= np.iinfo(np.int32).max:
             raise SpecError(f"packed: {places.size} steps are more than int32 counts; pack parts of the batch")
         begins = seg.find_begins(steps) if by == EPISODE or seg.BEGINS in steps else None
-        table, bounds = seg.find_segments(places, begins, valid.shape, by == EPISODE)
+        table, bounds = seg.find_segments(lengths, places, begins, by == EPISODE)
         segments = DictTensor.trusted({key: torch.from_numpy(column).to(device) for key, column in table.items()})
-        first = torch.full_like(steps.lengths, UNKNOWN) if steps.first_steps is None else steps.first_steps
-        first = first[segments["row"]]
-        first = torch.where(first == UNKNOWN, first, first + segments["start"])
+        if steps.first_steps is None:
+            first = torch.full_like(segments["row"], UNKNOWN)
+        else:
+            first = steps.first_steps[segments["row"]]
+            first = torch.where(first == UNKNOWN, first, first + segments["start"])
         info = info.index(segments["row"])
         if by == EPISODE:
             info = seg.clear_states(info, segments["continues"])
@@ -96,9 +98,9 @@ class Layout:
         """int64 (N,): the place of each step in its segment."""
         return torch.arange(self.n_steps, device=self.device) - self.cu_seqlens.long()[self.segment_ids()]
 
-    def time_major(self) -> seg.TimeMajor:
+    def time_major(self) -> TimeMajor:
         """Where the steps are in torch's packed sequences."""
-        return seg.time_major(self.lengths(), self.segment_ids(), self.positions())
+        return time_major(self.lengths(), self.segment_ids(), self.positions())
 
     def __str__(self) -> str:
         return f"n_steps={self.n_steps}, n_segments={self.n_segments}"
@@ -132,6 +134,11 @@ class Layout:
     def with_info(self, info: Mapping[str, torch.Tensor]) -> Layout:
         """With other values of its segments."""
         return replace(self, info=DictTensor.trusted(info))
+
+    def with_begins(self, begins: torch.Tensor) -> Layout:
+        """With segments that do not continue, as an episode begins with them, bool (S,)."""
+        table = {**dict(self.segments.items()), "continues": self.segments["continues"] & ~begins}
+        return replace(self, segments=DictTensor.trusted(table))
 
     # Parts
 

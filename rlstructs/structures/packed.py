@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from rlstructs.checks import check_count
@@ -17,6 +18,7 @@ from rlstructs.structures.interop import map_tree, to_tensordict
 from rlstructs.structures.pack_layout import NAMES, SHOWN, Layout
 from rlstructs.structures.segments import BY, FILLER, STATE, Piece
 from rlstructs.structures.temporal_dict_tensor import FIRST_STEPS, TemporalDictTensor
+from rlstructs.structures.time_major import run_in_blocks, sort_state
 from rlstructs.structures.tree import TensorMap, check_same_keys, flatten, show, show_fields
 from rlstructs.workers.public_names import set_module
 
@@ -217,10 +219,13 @@ _observation/done=(4,) bool)
             SpecError: there is no step: torch has no empty sequences.
         """
         values = self[key]
-        if not self.n_elems():
-            raise SpecError("as_packed_sequence: there is no step, and torch has no empty sequences")
+        self._check_steps("as_packed_sequence")
         form = self._layout.time_major()
         return PackedSequence(values.index_select(0, form.steps), form.batch_sizes, form.by_length, form.ranks)
+
+    def _check_steps(self, owner: str) -> None:
+        if not self.n_elems():
+            raise SpecError(f"{owner}: there is no step, and torch has no empty sequences")
 
     def from_packed_sequence(self, sequence: PackedSequence) -> torch.Tensor:
         """Steps (N, ...) in the order of this pack, of what a network returned for an `as_packed_sequence`.
@@ -243,6 +248,35 @@ _observation/done=(4,) bool)
         if ranks is not None:  # torch's own functions order segments of one length as they like
             places = places + (ranks - form.ranks)[self.segment_ids]
         return sequence.data.index_select(0, places)
+
+    def run_recurrent(self, network: nn.RNNBase, key: str, state: Any = None) -> torch.Tensor:
+        """Runs a `torch.nn.LSTM`, `GRU` or `RNN` over the steps of a key, with gradients.
+
+        On a CPU blocks of time are computed, which hold little padding: torch is slow with what `as_packed_sequence`
+        returns.
+
+        Args:
+            network: with one direction.
+            key: of its inputs, (N, features).
+            state: before the first step of each segment, as the network takes it, with S rows; None for 0.
+
+        Returns:
+            Its outputs, (N, features), in the order of this pack. `as_packed_sequence` gives the last states, too.
+
+        Raises:
+            MissingKeyError: there is no such key.
+            TypeError: the network is another one.
+            SpecError: there is no step; the network has two directions; the state has not S rows.
+        """
+        if not isinstance(network, nn.RNNBase):
+            raise TypeError(f"run_recurrent: expected an LSTM, GRU or RNN of torch, got {type(network).__name__}")
+        if network.bidirectional:
+            raise SpecError("run_recurrent: expected a network with one direction, use as_packed_sequence for two")
+        if self.device().type != "cpu":
+            return self.from_packed_sequence(network(self.as_packed_sequence(key), state)[0])
+        self._check_steps("run_recurrent")
+        form = self._layout.time_major()
+        return run_in_blocks(network, self[key], form, sort_state(state, form, self.n_segments()))
 
     def as_nested(self, key: str) -> torch.Tensor:
         """The steps of a key as a nested tensor (S, ragged, ...) of torch's layout `jagged`, with gradients.
@@ -273,7 +307,7 @@ _observation/done=(4,) bool)
             max_steps: of each pack.
             context: how many steps before a cut are repeated behind it, to warm a state up or to attend to; 0 for none.
             states: part of the agent's state -> key of the state before each step, where the agent puts it out; the
-                state before the first step of a piece is taken from there; other parts are 0 behind a cut.
+                state before the first step of a piece is taken from there. None for a state of 0 behind a cut.
             max_segments: S of each pack, which is filled up with empty segments; None for the most that a pack needs.
 
         Returns:
@@ -308,6 +342,8 @@ _observation/done=(4,) bool)
                 raise SpecError(
                     f"split: {key!r} is {show(self[key])}, expected {(self.n_elems(), *cell)} as of {name!r}"
                 )
+        if read and (missing := [name for name in self.info if name.startswith(STATE) and name not in read]):
+            raise SpecError(f"split: states must name a key for each part of the agent's state, {missing} have none")
         if context is None and states is None:
             return None, read
         context = 0 if context is None else check_count("context", context, 0)
@@ -321,6 +357,7 @@ _observation/done=(4,) bool)
         is_cut = torch.tensor([piece.start > piece.context for piece in pieces], device=self.device())
         if read is not None and is_cut.any():
             info, first = dict(layout.info.items()), at[layout.cu_seqlens[:-1].long()]
+            layout = layout.with_begins(is_cut & seg.begins_at(self._tensors, first))
             for name in [name for name in info if name.startswith(STATE)]:
                 there = self[read[name]][first] if name in read else torch.zeros_like(info[name])
                 there = there.to(info[name].dtype).view_as(info[name])

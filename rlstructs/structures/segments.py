@@ -73,6 +73,20 @@ def find_begins(steps: TemporalDictTensor) -> np.ndarray:
     return begins
 
 
+def begins_at(steps: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> torch.Tensor:
+    """Which of these steps of a pack begin an episode, as far as its keys tell, bool (K,); not the first of a segment.
+
+    Args:
+        steps: (N, ...) each.
+        numbers: int64 (K,).
+    """
+    begins = torch.zeros_like(numbers, dtype=torch.bool)
+    for key in (BEGINS, *end_keys(steps)):
+        if key in steps and steps[key].ndim == 1:
+            begins |= steps[key][numbers if key == BEGINS else (numbers - 1).clamp(min=0)] != 0
+    return begins
+
+
 def end_keys(steps: Container[str]) -> list[str]:
     """The keys that say where episodes end: `done`, or the two flags that it is made of."""
     return [DONE] if DONE in steps else [key for flag in FLAGS if (key := f"_observation/{flag}") in steps]
@@ -86,7 +100,7 @@ def take_steps(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray) ->
         index: int64 (N,), which ones, on the device of the tensor.
         places: the same on the CPU.
     """
-    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.dtype in CARRIERS or not len(tensor):
+    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.dtype in CARRIERS or not tensor.shape[0]:
         carrier = CARRIERS.get(tensor.dtype)
         if carrier is None:
             return tensor.index_select(0, index)
@@ -174,38 +188,6 @@ def places_of(pieces: Sequence[Piece], offsets: np.ndarray) -> tuple[np.ndarray,
     return np.repeat(first, sizes) + within, within >= np.repeat(numbers[:, 3], sizes), bounds
 
 
-class TimeMajor(NamedTuple):
-    """Where the steps of segments are in torch's packed sequences, which have all first steps first.
-
-    Attributes:
-        places: int64 (N,), the place there of each step.
-        steps: int64 (N,), the step at each of these places.
-        batch_sizes: int64 (longest,), on the CPU: how many segments have a step t.
-        by_length: int64 (K,), the segments that have steps, the longest first.
-        ranks: int64 (K,), the inverse of `by_length`.
-    """
-
-    places: torch.Tensor
-    steps: torch.Tensor
-    batch_sizes: torch.Tensor
-    by_length: torch.Tensor
-    ranks: torch.Tensor
-
-
-def time_major(lengths: torch.Tensor, segment_ids: torch.Tensor, positions: torch.Tensor) -> TimeMajor:
-    """Lays steps out as torch's packed sequences do; segments without steps come last."""
-    by_length = lengths.argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
-    ranks = torch.empty_like(by_length)
-    ranks[by_length] = torch.arange(len(by_length), device=lengths.device)
-    # All segments have a step 0; those without a step t are not longer than t.
-    n_ended = torch.bincount(lengths[by_length]).cumsum(0)[:-1]
-    batch_sizes = len(ranks) - n_ended
-    places = (batch_sizes.cumsum(0) - batch_sizes)[positions] + ranks[segment_ids]
-    steps = torch.empty_like(places)
-    steps[places] = torch.arange(len(places), device=lengths.device)
-    return TimeMajor(places, steps, batch_sizes.cpu(), by_length, ranks)
-
-
 class Ends(NamedTuple):
     """What tells which segment of a pack goes on from which; (S,) each, on the CPU.
 
@@ -247,34 +229,42 @@ def find_chains(parts: Sequence[Ends]) -> list[list[tuple[int, int]]]:
     return groups
 
 
+def find_steps(lengths: np.ndarray, n_timesteps: int) -> np.ndarray:
+    """The places row * T + t of the valid steps of a batch, int64 (N,), of lengths (B,)."""
+    ends = lengths.cumsum()
+    shifts = np.arange(len(lengths)) * n_timesteps - (ends - lengths)
+    return np.asarray(np.arange(lengths.sum()) + shifts.repeat(lengths))
+
+
 def find_segments(
-    places: np.ndarray, begins: np.ndarray | None, shape: tuple[int, int], by_episode: bool
+    lengths: np.ndarray, places: np.ndarray, begins: np.ndarray | None, by_episode: bool
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Finds the segments of the valid steps of a batch.
 
     Args:
+        lengths: int64 (B,), of the rows.
         places: int64 (N,), row * T + t of each step, ascending.
         begins: bool (B, T), which steps begin an episode; None if that is not known.
-        shape: B and T.
         by_episode: whether a segment begins with each episode, and not only with each row.
 
     Returns:
         `row`, `start`, `episode` and `continues` of each segment, (S,), and where each begins, int64 (S + 1,).
     """
-    n_timesteps = max(shape[1], 1)
-    first = np.searchsorted(places, np.arange(shape[0]) * shape[1])
-    first = first[first < np.append(first[1:], places.size)]  # rows without steps begin where the next one does
+    row = lengths.nonzero()[0]
+    first = (lengths.cumsum() - lengths)[row]
+    start = episode = np.zeros_like(row)
     if by_episode and begins is not None:
         is_first = begins.ravel()[places]
         is_first[first] = True
         first = is_first.nonzero()[0]
-    row, start = np.divmod(places[first], n_timesteps)
-    at_start = start == 0
-    # The number of a segment, less that of the first one of its row.
-    earlier = np.maximum.accumulate(np.where(at_start, np.arange(first.size), 0)) if first.size else first
-    begun = at_start if begins is None else at_start & ~begins[row, np.minimum(start, shape[1] - 1)]
-    table = {"row": row, "start": start, "episode": np.arange(first.size) - earlier, "continues": begun}
-    return table, np.append(first, places.size)
+        row, start = np.divmod(places[first], begins.shape[1])
+        # The number of a segment, less that of the first one of its row.
+        number = np.arange(first.size)
+        episode = number - np.maximum.accumulate(np.where(start == 0, number, 0))
+    begun = start == 0 if begins is None else (start == 0) & ~begins[row, start]
+    bounds = np.full(first.size + 1, places.size)
+    bounds[:-1] = first
+    return {"row": row, "start": start, "episode": episode, "continues": begun}, bounds
 
 
 def flat(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray, is_full: bool) -> torch.Tensor:

@@ -179,7 +179,8 @@ def check_split(pack, packs, size, context, states=None):
             assert places == [(source, first + t) for t in range(len(places))]
             of_source = pack.segments.index(source)
             assert int(table["start"]) == int(of_source["start"]) + first
-            assert bool(table["continues"]) == (bool(of_source["continues"]) or first > 0)
+            begins = bool(part["observation/initial_state"][low])
+            assert bool(table["continues"]) == (not begins if first else bool(of_source["continues"]))
             if int(pack.first_steps[source]) != -1:
                 assert int(part.first_steps[s]) == int(pack.first_steps[source]) + first
             if first and context is not None:
@@ -209,6 +210,17 @@ def test_split_counts_every_step_once_in_packs_of_one_size(seed, n_rows, n_times
     else:
         with pytest.raises(SpecError, match=f"has {pack.max_seqlen} steps, a pack {size}; give context= or states="):
             pack.split(size)
+
+
+@pytest.mark.parametrize(
+    "keys", [["observation/initial_state"], ["_observation/done"], ["_observation/terminated"], []]
+)
+def test_a_row_that_is_cut_where_an_episode_begins_does_not_continue_there(keys):
+    flags = torch.tensor([[False, False, True, False, False, False]])
+    named = {key: flags.roll(1, 1) if "initial" in key else flags for key in keys}
+    steps = TemporalDictTensor({"n": torch.arange(6)[None], **named}, torch.tensor([6]))
+    parts = Trajectories(DictTensor(), steps).packed().split(3, context=0)
+    assert [part.segments["continues"].tolist() for part in parts] == [[True], [not keys]]
 
 
 def test_whole_segments_are_put_where_they_fit_best():
@@ -241,6 +253,9 @@ def test_wrong_splits_say_what_is_wrong():
         pack.split(4, states={"c": "action/h"})
     with pytest.raises(SpecError, match=r"'n' is \(14,\) int64, expected \(14, 3\) as of 'agent_state/h'"):
         pack.split(4, states={"h": "n"})
+    pack.info.set("agent_state/c", pack.info["agent_state/h"])
+    with pytest.raises(SpecError, match=r"a key for each part of the agent's state, \['agent_state/c'\] have none"):
+        pack.split(4, states={"h": "action/h"})
     with pytest.raises(TypeError, match="split: states must map parts of the agent's state to keys, got 'h'"):
         pack.split(4, states="h")
     with pytest.raises(SpecError, match="split: this pack has been split"):

@@ -12,6 +12,7 @@ from rlstructs import (
     DictTensor,
     GymEnv,
     GymEnvInf,
+    MissingKeyError,
     RandomAgent,
     RL_Agent,
     RL_Batcher,
@@ -79,10 +80,47 @@ def test_an_lstm_learns_the_same(seed, by, dtype):
         output = pack.from_packed_sequence(lstm(pack.as_packed_sequence("observation/frame"), state)[0])
         return (output * weights).square().mean()
 
+    def blocks():
+        return (pack.run_recurrent(lstm, "observation/frame", state) * weights).square().mean()
+
     def padded():
         return (lstm(frames, state)[0][mask] * weights).square().mean()
 
     assert_same(losses(lstm, packed), losses(lstm, padded), dtype)
+    assert_same(losses(lstm, blocks), losses(lstm, padded), dtype)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTM projected"])
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("n_layers", [1, 2])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_networks_run_over_packs_as_over_packed_sequences(kind, with_state, n_layers, batch_first):
+    n_projected = 2 if "projected" in kind else 0
+    settings = {"num_layers": n_layers, "batch_first": batch_first, "dtype": torch.float64}
+    network = getattr(nn, kind.split()[0])(2, 3, **settings, **({"proj_size": n_projected} if n_projected else {}))
+    for seed in range(3):
+        for pack in [(whole := make_batch(seed, 9, 40, dtype=torch.float64).packed("episode")), *whole.split(50)]:
+            state = torch.randn(n_layers, pack.n_segments(), n_projected or 3, dtype=torch.float64)
+            if "LSTM" in kind:
+                state = (state, torch.randn(n_layers, pack.n_segments(), 3, dtype=torch.float64))
+            state = state if with_state else None
+            sequence, _ = network(pack.as_packed_sequence("observation/frame"), state)
+            found = pack.run_recurrent(network, "observation/frame", state)
+            torch.testing.assert_close(found, pack.from_packed_sequence(sequence), rtol=0, atol=1e-12)
+
+
+def test_what_cannot_run_over_a_pack_is_refused():
+    pack = make_batch(0).packed()
+    with pytest.raises(TypeError, match="expected an LSTM, GRU or RNN of torch, got Linear"):
+        pack.run_recurrent(nn.Linear(2, 3), "observation/frame")
+    with pytest.raises(SpecError, match="one direction"):
+        pack.run_recurrent(nn.GRU(2, 3, bidirectional=True), "observation/frame")
+    with pytest.raises(SpecError, match=rf"of \(layers, {pack.n_segments()}, ...\), got \(1, 99, 3\)"):
+        pack.run_recurrent(nn.GRU(2, 3), "observation/frame", torch.zeros(1, 99, 3))
+    with pytest.raises(MissingKeyError):
+        pack.run_recurrent(nn.GRU(2, 3), "frame")
+    with pytest.raises(SpecError, match="run_recurrent: there is no step"):
+        make_batch(0, 0).packed().run_recurrent(nn.GRU(2, 3), "observation/frame")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
