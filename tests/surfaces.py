@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import EVERY_KIND, make
+from frameworks import EVERY_KIND, ON_HOST, make
 
 from rlstructs.distributed.shard import Shard, ShardSettings, columns_of
 from rlstructs.replay import (
@@ -25,6 +25,7 @@ from rlstructs.replay import (
     VectorReplayBuffer,
 )
 from rlstructs.replay.intake.trajectories import NAMES, take_trajectories
+from rlstructs.replay.rows import compressed
 from rlstructs.structures.arrays import raw_of
 
 N_LANES, CAPACITY = 3, 20
@@ -92,8 +93,8 @@ def _distance(achieved, desired):
     return -np.abs(achieved - desired).reshape(len(achieved), -1).sum(axis=1)
 
 
-def _memory(kind, cls):
-    return Surface(lambda: make(kind, CAPACITY, N_LANES, cls=cls), NAMES)
+def _memory(kind, cls, **settings):
+    return Surface(lambda: make(kind, CAPACITY, N_LANES, cls=cls, **settings), NAMES)
 
 
 def _tianshou(cls, *args, n=N_LANES, names=TIANSHOU, **settings):
@@ -102,38 +103,61 @@ def _tianshou(cls, *args, n=N_LANES, names=TIANSHOU, **settings):
 
 
 PER = {"alpha": 0.6, "beta": 0.4}
-SURFACES = {
-    "ReplayBuffer": _tianshou(ReplayBuffer, n=1),
-    "PrioritizedReplayBuffer": _tianshou(PrioritizedReplayBuffer, n=1, **PER),
-    "HERReplayBuffer": _tianshou(HERReplayBuffer, _distance, 9, n=1, names=GOALS),
-    "VectorReplayBuffer": _tianshou(VectorReplayBuffer),
-    "PrioritizedVectorReplayBuffer": _tianshou(PrioritizedVectorReplayBuffer, **PER),
-    "HERVectorReplayBuffer": _tianshou(
-        HERVectorReplayBuffer, compute_reward_fn=_distance, horizon=9, names=GOALS
-    ),
-    "CachedReplayBuffer": Surface(
-        lambda: CachedReplayBuffer(ReplayBuffer(N_LANES * CAPACITY), N_LANES, CAPACITY), TIANSHOU,
-        stores=lambda made: [made.main_buffer._storage, made._storage],
-    ),
-    "ChunkReplayBuffer": Surface(lambda: ChunkReplayBuffer(CAPACITY, 0), NAMES, is_one=True),
-    "ChunkReplayBuffer of lanes": Surface(
-        lambda: ChunkReplayBuffer(N_LANES * CAPACITY, 0, n_lanes=N_LANES, enable_prioritized=True), NAMES
-    ),
-    "DictTensorReplayBuffer": Surface(
-        lambda: DictTensorReplayBuffer(storage=ListStorage(CAPACITY), generator=0), TORCHRL, is_one=True
-    ),
-    "DictTensorPrioritizedReplayBuffer": Surface(
-        lambda: DictTensorPrioritizedReplayBuffer(storage=ListStorage(CAPACITY), generator=0, **PER), TORCHRL,
-        is_one=True,
-    ),
-    "Shard": Surface(
-        lambda: ShardMemory(ShardSettings(CAPACITY, 0.6, NAMES), N_LANES, 0), NAMES,
-        stores=lambda made: [made._memory._storage],
-    ),
-}  # fmt: skip
+
+
+def _surfaces(**settings):
+    """Every surface beside skrl's memories; all with these settings."""
+
+    def tianshou(cls, *args, **more):
+        return _tianshou(cls, *args, **more, **settings)
+
+    return {
+        "ReplayBuffer": tianshou(ReplayBuffer, n=1),
+        "PrioritizedReplayBuffer": tianshou(PrioritizedReplayBuffer, n=1, **PER),
+        "HERReplayBuffer": tianshou(HERReplayBuffer, _distance, 9, n=1, names=GOALS),
+        "VectorReplayBuffer": tianshou(VectorReplayBuffer),
+        "PrioritizedVectorReplayBuffer": tianshou(PrioritizedVectorReplayBuffer, **PER),
+        "HERVectorReplayBuffer": tianshou(
+            HERVectorReplayBuffer, compute_reward_fn=_distance, horizon=9, names=GOALS
+        ),
+        "CachedReplayBuffer": Surface(
+            lambda: CachedReplayBuffer(ReplayBuffer(N_LANES * CAPACITY, **settings), N_LANES, CAPACITY), TIANSHOU,
+            stores=lambda made: [made.main_buffer._storage, made._storage],
+        ),
+        "ChunkReplayBuffer": Surface(lambda: ChunkReplayBuffer(CAPACITY, 0, **settings), NAMES, is_one=True),
+        "ChunkReplayBuffer of lanes": Surface(
+            lambda: ChunkReplayBuffer(N_LANES * CAPACITY, 0, n_lanes=N_LANES, enable_prioritized=True, **settings),
+            NAMES,
+        ),
+        "DictTensorReplayBuffer": Surface(
+            lambda: DictTensorReplayBuffer(storage=ListStorage(CAPACITY, **settings), generator=0), TORCHRL,
+            is_one=True,
+        ),
+        "DictTensorPrioritizedReplayBuffer": Surface(
+            lambda: DictTensorPrioritizedReplayBuffer(storage=ListStorage(CAPACITY, **settings), generator=0, **PER),
+            TORCHRL, is_one=True,
+        ),
+        "Shard": Surface(
+            lambda: ShardMemory(ShardSettings(CAPACITY, 0.6, NAMES, **settings), N_LANES, 0), NAMES,
+            stores=lambda made: [made._memory._storage],
+        ),
+    }  # fmt: skip
+
+
+# Frames in these tests are smaller than those that are worth it.
+compressed.LEAST = 1
+COMPRESSED = {"compression": dict.fromkeys(
+    ["observations", "next_observations", "obs", "obs_next", "obs/achieved_goal", "obs/desired_goal", "next/obs"],
+    "zstd:1",
+)}  # fmt: skip
+SURFACES = _surfaces()
 EVERY_SURFACE = [
     *(pytest.param(_memory(*(kind.values if hasattr(kind, "values") else [kind]), "PrioritizedMemory"),
                    marks=getattr(kind, "marks", ()), id=f"memory of {getattr(kind, 'values', [kind])[0]}")
       for kind in EVERY_KIND),
     *(pytest.param(surface, id=name) for name, surface in SURFACES.items()),
+    *(pytest.param(_memory(kind, "PrioritizedMemory", **COMPRESSED), id=f"compressed memory of {kind}")
+      for kind in ON_HOST),
+    *(pytest.param(surface, id=f"compressed {name}") for name, surface in _surfaces(**COMPRESSED).items()
+      if name != "Shard"),
 ]  # fmt: skip

@@ -33,6 +33,7 @@ from rlstructs.replay.draw.plan import AVOID_ENDS
 from rlstructs.replay.draw.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.intake.arrays import host_array, real_numbers
 from rlstructs.replay.intake.trajectories import NAMES, STATES, Names, Steps, find_names, take_trajectories
+from rlstructs.replay.rows.compressed import Compression, Setting
 from rlstructs.replay.rows.spec import Spec, cast
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -67,6 +68,7 @@ class RayReplay:
         names: name in the memory -> key of the trajectories; None for the names of `Memory.add_trajectories`:
             observations, next_observations, actions, rewards, terminated and truncated, and states and next_states if
             observations have a `state` beside their `frame`.
+        compression: "zstd", "zstd:LEVEL", or name -> one of these, compresses columns; see `Memory`.
         seed: seeds all draws; None draws a seed.
         timeout: in seconds; a shard must answer within 2 * timeout + 5 s. None for no limit.
         resources, placement, address: see `RayBatcher`.
@@ -95,6 +97,7 @@ class RayReplay:
         alpha: float | None = None,
         beta: float = 0.4,
         names: Mapping[str, str] | None = None,
+        compression: Setting = None,
         seed: int | None = None,
         timeout: float | None = None,
         resources: Mapping[str, float] | None = None,
@@ -114,7 +117,9 @@ class RayReplay:
         self._n_shards = n_shards or min(rules.n_machines(), num_envs)
         own, *of_shards = np.random.SeedSequence(seed).spawn(self._n_shards + 1)
         self._rng, self._is_closed, self._is_owner = np.random.default_rng(own), False, True
-        settings = pickling.dumps(ShardSettings(self._memory_size, self._alpha or 0.0, dict(names or NAMES | STATES)))
+        Compression.of(compression)  # raises here, and not in an actor
+        rows = ShardSettings(self._memory_size, self._alpha or 0.0, dict(names or NAMES | STATES), compression)
+        settings = pickling.dumps(rows)
         job_arguments = [
             (len(range(shard, num_envs, self._n_shards)), int(seed.generate_state(1)[0]))
             for shard, seed in enumerate(of_shards)

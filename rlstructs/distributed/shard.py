@@ -17,6 +17,7 @@ from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.trajectories import STATES, Steps
+from rlstructs.replay.rows.compressed import Setting
 from rlstructs.structures.arrays import raw_of, tensor_of
 
 # The columns that describe drawn rows.
@@ -78,11 +79,13 @@ class ShardSettings:
         memory_size: rows of each environment.
         alpha: exponent of priorities.
         names: see `Memory.add_trajectories`.
+        compression: see `Memory`.
     """
 
     memory_size: int
     alpha: float
     names: Mapping[str, str]
+    compression: Setting = None
 
     def build(self, num_envs: int, seed: int) -> Shard:
         """Makes a shard; see `Shard`."""
@@ -290,6 +293,7 @@ class Shard:
             alpha=settings.alpha,
             seed=self._seed,
             device="cpu",
+            compression=settings.compression,
         )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
 from rlstructs.files.opening import open_file, read_at, read_into, read_pieces, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
-from rlstructs.files.torch_archive import Writable, write_bytes, write_pt
+from rlstructs.files.torch_archive import Writable, as_values, write_bytes, write_pt
 from rlstructs.files.zip_directory import Entry, read_directory
 
 __all__ = [
@@ -376,7 +376,7 @@ def _write_npz(path: Path, header: str, arrays: Mapping[str, np.ndarray], dtypes
 
 
 def _write_npy(member: Writable, array: Any) -> None:
-    values = np.asarray(array)
+    values = as_values(array)
     header = {"descr": np.lib.format.dtype_to_descr(values.dtype), "fortran_order": False, "shape": values.shape}
     np.lib.format.write_array_header_1_0(cast("IO[bytes]", member), header)
     write_bytes(member, values)

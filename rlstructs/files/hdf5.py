@@ -28,7 +28,7 @@ from rlstructs.checks import DTYPES, MOST_AXES, is_size
 from rlstructs.errors import SpecError
 from rlstructs.files.archives import HEADER, Checked, NewFile, Reader, check_bools, checksum, read_slots
 from rlstructs.files.opening import open_file, read_into, size_of
-from rlstructs.files.torch_archive import write_bytes
+from rlstructs.files.torch_archive import as_values, write_bytes
 
 # Compressions that HDF5 always has, and the most by which they shrink data, which is zlib's limit.
 COMPRESSIONS, MOST_COMPRESSED = ("gzip", "lzf"), 1032
@@ -69,7 +69,7 @@ def write_h5(
         raise SpecError(f"compression must be None or one of {COMPRESSIONS}, got {compression!r}")
     with closing(NewFile(path)) as new, import_h5py().File(new, "w", libver=("v110", "v110")) as file:
         for name, array in [*arrays.items(), (HEADER, np.frombuffer(header.encode(), np.uint8))]:
-            values = np.asarray(array)
+            values = as_values(array)
             if compression is not None and values.size and values.ndim and name != HEADER:
                 chunks = chunk_shape(values.shape, values.itemsize)
                 file.create_dataset(name, data=values, chunks=chunks, compression=compression, fletcher32=True)

@@ -114,8 +114,13 @@ def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
 
 def write_bytes(member: Writable, array: Any) -> None:
     """Writes the bytes of an array in C order."""
-    for piece in _pieces(np.asarray(array)):
+    for piece in _pieces(as_values(array)):
         member.write(np.ascontiguousarray(piece).view(np.uint8).data)
+
+
+def as_values(array: Any) -> Any:
+    """Returns an array; one that is made on demand, piece by piece, stays as it is."""
+    return array if getattr(array, "is_made_in_pieces", False) else np.asarray(array)
 
 
 def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:

@@ -22,6 +22,7 @@ from rlstructs.replay.intake.arrays import generator_of, row_ids
 from rlstructs.replay.intake.intake import FILL, GROW
 from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.keep.checks import plain_state
+from rlstructs.replay.rows.compressed import Setting
 
 
 class Memory(StoredTensors, ABC):
@@ -41,6 +42,9 @@ class Memory(StoredTensors, ABC):
         strict: whether unknown names, None values, numbers that do not fit their tensor's dtype and unknown devices are
             errors. If not, such names and values are skipped and numbers are cast, as in skrl, and the default device
             replaces an unknown one, with a warning in the log.
+        compression: "zstd" (or "zstd:LEVEL", from 1, quick, to 22, small; 3 by default) compresses the rows of tensors
+            of uint8 and bool with 512 bytes or more per row, or a mapping says so by name, for any dtype. Batches are
+            the same. Needs the extra `zstd`. A compressed tensor has no live tensor.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -61,12 +65,13 @@ class Memory(StoredTensors, ABC):
         *,
         seed: int | None = None,
         strict: bool = False,
+        compression: Setting = None,
     ) -> None:
         self.memory_size = check_count("memory_size", memory_size)
         self.num_envs = check_count("num_envs", num_envs)
         self.strict = strict
         device = choose_device(type(self).__name__, self.framework, device, strict)
-        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device)
+        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device, compression)
         self._storage = self._tensors.storage
         self._intake = TensorIntake(self._tensors)
         self.export = export

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from rlstructs.checks import check_count
-from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError
+from rlstructs.errors import MissingKeyError, OutOfMemoryError, SpecError, StateError
 from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
+from rlstructs.replay.rows.compressed import Compression, Setting
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
 from rlstructs.replay.rows.lanes import REWRITES, SLOT, InStep
 from rlstructs.replay.rows.on_device import TensorColumns
@@ -57,6 +58,7 @@ class Tensors:
         memory_size: rows per environment.
         num_envs: number of environments.
         device: the library's device of batches, which decides where the rows lie.
+        compression: which tensors are compressed; see `Memory`.
 
     Attributes:
         lead: the first two axes of every tensor, memory_size and num_envs.
@@ -66,7 +68,9 @@ class Tensors:
         exposed: names of the tensors that the program got or set: it may write to rows before it adds them.
     """
 
-    def __init__(self, framework: Framework, memory_size: int, num_envs: int, device: Any) -> None:
+    def __init__(
+        self, framework: Framework, memory_size: int, num_envs: int, device: Any, compression: Setting = None
+    ) -> None:
         self.framework, self.device, self.lead = framework, device, (memory_size, num_envs)
         self.dtypes: dict[str, Any] = {}
         self.planned: dict[str, Spec] = {}
@@ -77,7 +81,10 @@ class Tensors:
         self._live: dict[tuple[str, bool], tuple[Any, Any]] = {}  # arrays that programs got, and the columns below them
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
+        if compression is not None and columns is not None:
+            raise SpecError(f"compression needs rows in host memory, and they lie on {where}: give device='cpu'")
         self.storage = Storage(num_envs, memory_size, order=SLOT, columns=columns)
+        self.storage.columns.compression = Compression.of(compression)
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +168,7 @@ class Tensors:
             OutOfMemoryError: there is too little memory for them, beside those that are not allocated yet.
         """
         columns = self.storage.columns
-        needed = sum(spec.nbytes for spec in (*self.planned.values(), *specs.values())) * columns.n_rows
+        needed = sum(columns.nbytes_of(*each) for each in (*self.planned.items(), *specs.items())) * columns.n_rows
         available = self._available if self.planned else None
         if available is None or needed > available // 2:  # small tensors need not ask the system again
             available = self._available = columns.available_bytes()
@@ -189,6 +196,9 @@ class Tensors:
     def get_live(self, name: str, keepdim: bool = True) -> Any:
         """Returns a tensor over the store's memory; a copy in jax."""
         columns = self.allocate().columns
+        if columns.is_compressed(name):
+            reading = "read its rows by sample, sample_all or sample_by_index, and write them by set_tensor_by_name"
+            raise StateError(f"{name!r} is compressed, and has no live tensor: {reading}")
         self._expose(name)
         flat, (kept, live) = columns.flat[name], self._live.get((name, keepdim), (None, None))
         if kept is flat:

@@ -15,6 +15,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
+from rlstructs.replay.rows.compressed import Compression, Setting
 from rlstructs.replay.rows.lanes import LANE, SLOT
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
@@ -47,6 +48,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             next. Unlike in Stable-Baselines3 this may be combined with `handle_timeout_termination`, the observation
             after the end of an episode is the true one, and every row can be drawn.
         handle_timeout_termination: whether the `dones` of samples are 0 where `TimeLimit.truncated` is in the info.
+        compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns; see `Memory`.
     """
 
     pos: int
@@ -66,15 +68,18 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         n_envs: int = 1,
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
+        compression: Setting = None,
     ) -> None:
         buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
         self._storage = Storage(n_envs, self.buffer_size, order=self._order)
+        self._storage.columns.compression = Compression.of(compression)
         specs, linked = self._specs(), {}
         if optimize_memory_usage:
             linked = {name: name.removeprefix("next_") for name in specs if name.startswith(NEXT)}
-        _warn_of_memory(sum(spec.nbytes for name, spec in specs.items() if name not in linked), self)
+        own = {name: spec for name, spec in specs.items() if name not in linked}
+        _warn_of_memory(self._storage.columns.nbytes_per_row(own), self)
         self._storage.add_columns(specs, linked)
         self._names = list(specs)
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]

@@ -160,7 +160,10 @@ def require_bytes(columns: Columns, stored: Mapping[str, Spec], names: Iterable[
     Raises:
         OutOfMemoryError: there is none.
     """
-    needed, available = sum(spec.nbytes for spec in stored.values()) * columns.n_rows, columns.available_bytes()
+    needed, available = (
+        sum(columns.nbytes_of(*each) for each in stored.items()) * columns.n_rows,
+        columns.available_bytes(),
+    )
     if available is not None and needed > available:
         raise OutOfMemoryError(f"{sorted(names)}: {needed:,} bytes are needed, {available:,} are available")
 

@@ -129,7 +129,7 @@ def count_bytes(
         if name in columns.links and f"{LINKS}{name}/at" not in arrays.specs:
             n_bytes += spec.nbytes * n_slots  # it gets rows of its own
         elif name not in columns.links and name not in linked:
-            n_bytes += spec.nbytes * (n_untouched if is_there else capacity)
+            n_bytes += columns.nbytes_of(name, spec) * (n_untouched if is_there else capacity)
     read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
     n_read = sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
     # Finding out what is available takes as long as reading thousands of rows.

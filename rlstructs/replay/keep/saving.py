@@ -60,6 +60,7 @@ SETTINGS = (
     "gamma",
     "new_keys",
     "missing_keys",
+    "compression",
     "alpha",
     "beta",
     "weight_norm",

@@ -23,6 +23,7 @@ from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
+from rlstructs.replay.rows.compressed import Compression, Setting
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 
@@ -74,6 +75,7 @@ class ChunkReplayBuffer(Buffer):
         gamma: discount per step.
         stack_num: observations become the last so many of their episode, on a new axis `(B, T, stack_num, ...)`.
         stack_keys: which tags are stacked; None for all observations.
+        compression: "zstd", "zstd:LEVEL", or tag -> one of these, compresses columns; see `Memory`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -111,6 +113,7 @@ class ChunkReplayBuffer(Buffer):
         gamma: float = 0.99,
         stack_num: int = 1,
         stack_keys: Sequence[str] | None = None,
+        compression: Setting = None,
     ) -> None:
         # The private one has rlberry's name, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
@@ -122,6 +125,7 @@ class ChunkReplayBuffer(Buffer):
         keys = None if stack_keys is None else check_names("stack_keys", stack_keys, "tags")
         capacity, reading = -(-self.max_replay_size // self.n_lanes), Reading(n_step, gamma, stack_num, keys)
         super().__init__(self.n_lanes, capacity, seed=rng, framework=framework, device=device, reading=reading)
+        self._storage.columns.compression = Compression.of(compression)
         # rlberry's agents give infinity for an environment without a limit.
         has_limit = max_episode_steps is not None and max_episode_steps != math.inf
         limit = check_count("max_episode_steps", max_episode_steps) if has_limit else None

@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ from rlstructs.workers.arena import SharedArena
 from rlstructs.workers.limits import available_bytes
 
 __all__ = ["Backing", "Block", "Heap", "Shared", "available_bytes"]
+
+# Linux's MAP_NORESERVE, which Python does not name: sparse memory may be larger than the machine's.
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class Backing(Protocol):
@@ -82,7 +86,7 @@ class SparseBlock:
 
 def _small_pages(nbytes: int) -> np.ndarray:
     # Private: Python's default would have a forked process write to the memory of its parent.
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(nbytes, 1), **flags)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB per written row
         memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock, available_bytes
+from rlstructs.replay.rows.compressed import BYTES_PER_ROW, CompressedBlock, Compression
 from rlstructs.replay.rows.lanes import LANE, SLOT, Clock, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT, ObjectBlock, private_rows
 from rlstructs.replay.rows.records import (
@@ -70,6 +71,8 @@ class Columns(RowIds):
     links: Mapping[str, Any] = MappingProxyType({})
     # The counters, set by the store.
     ring: Ring
+    # Which columns are compressed; None for none.
+    compression: Compression | None = None
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         super().__init__(n_lanes, capacity, order)
@@ -105,14 +108,20 @@ class Columns(RowIds):
     def _rows_in(self, name: str, block: Block, spec: Spec) -> np.ndarray:
         if isinstance(block, ObjectBlock):
             return block.values
+        if isinstance(block, CompressedBlock):
+            return block.rows()  # type: ignore[return-value] # it is indexed as an array
         if isinstance(block, Record):
             return block.rows_of(name)
         return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
 
     def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
         """Allocates memory for columns, for `install`; small ones share a record."""
-        blocks: dict[str, Block] = {}
-        for group in self._group(specs):
+        blocks: dict[str, Block] = {
+            name: CompressedBlock(name, spec, self, level, self._backing)
+            for name, spec in specs.items()
+            if (level := self._level_of(name, spec)) is not None
+        }
+        for group in self._group({name: spec for name, spec in specs.items() if name not in blocks}):
             name = next(iter(group))
             record = Record(group, self.n_rows, lambda n_bytes, name=name: self._backing.allocate(name, n_bytes))  # type: ignore[misc]
             blocks |= dict.fromkeys(group, record)
@@ -122,6 +131,9 @@ class Columns(RowIds):
             elif name not in blocks:
                 blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows)
         return blocks
+
+    def _level_of(self, name: str, spec: Spec) -> int | None:
+        return None if self.compression is None else self.compression.level_of(name, spec)
 
     def _group(self, specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
         if not self._backing.has_records or (self.order == SLOT and self.n_lanes >= MANY_LANES):
@@ -134,14 +146,27 @@ class Columns(RowIds):
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        own = sum(spec.nbytes for name, spec in self.specs.items() if not isinstance(self._blocks.get(name), Record))
-        return (own + sum(record.width for record in self._records())) * self.n_rows
+        blocks = [(spec, self._blocks.get(name)) for name, spec in self.specs.items()]
+        own = sum(spec.nbytes for spec, block in blocks if not isinstance(block, (Record, CompressedBlock)))
+        compressed = sum(block.nbytes for _, block in blocks if isinstance(block, CompressedBlock))
+        return (own + sum(record.width for record in self._records())) * self.n_rows + compressed
+
+    def nbytes_of(self, name: str, spec: Spec) -> int:
+        """Returns the bytes of a row of one column, without padding.
+
+        Of a compressed one those of its bookkeeping: nobody knows how many its rows will take.
+        """
+        return spec.nbytes if self._level_of(name, spec) is None else BYTES_PER_ROW
+
+    def is_compressed(self, name: str) -> bool:
+        """Whether a column is compressed."""
+        return isinstance(self._blocks.get(name), CompressedBlock)
 
     def nbytes_per_row(self, specs: Mapping[str, Spec]) -> int:
-        """Counts the bytes of a row of columns that are added together."""
-        groups = self._group(specs)
+        """Counts the bytes of a row of columns that are added together; see `nbytes_of`."""
+        groups = self._group({name: spec for name, spec in specs.items() if self._level_of(name, spec) is None})
         padding = sum(width_of(group.values()) - sum(spec.nbytes for spec in group.values()) for group in groups)
-        return sum(spec.nbytes for spec in specs.values()) + padding
+        return sum(self.nbytes_of(name, spec) for name, spec in specs.items()) + padding
 
     def available_bytes(self) -> int | None:
         """Returns the bytes available for more columns; None if unknown."""
@@ -215,7 +240,10 @@ class Columns(RowIds):
             copy = record.moved(lambda n_bytes: backing.allocate("record", n_bytes))
             moved |= {name: copy for name in record.specs if self._blocks.get(name) is record}
         for name, spec in self.specs.items():
-            if name not in moved:
+            block = self._blocks[name]
+            if isinstance(block, CompressedBlock):
+                moved[name] = block.moved(backing)
+            elif name not in moved:
                 moved[name] = backing.allocate(name, spec.nbytes * self.n_rows)
                 moved[name].bytes()[...] = self._blocks[name].bytes()
 
@@ -284,7 +312,7 @@ class Columns(RowIds):
         spec, block = self.specs[name], self._blocks[name]
         if isinstance(block, Record):
             return block.items_of(name)
-        if spec.is_object or not spec.nbytes:
+        if spec.is_object or not spec.nbytes or isinstance(block, CompressedBlock):
             return None
         return np.ndarray(self.n_rows, row_dtype(spec), self.flat[name])
 
@@ -332,7 +360,7 @@ class Columns(RowIds):
         `lanes` and `slots` index the first two axes of `cells`.
         """
         cells = self.cells[name]
-        if isinstance(values, np.ndarray) and values.ndim == cells.ndim == 3 and values.dtype == cells.dtype:
+        if type(cells) is type(values) is np.ndarray and values.ndim == cells.ndim == 3 and values.dtype == cells.dtype:
             step, width = values.dtype.itemsize, values.shape[2]
             if width == cells.shape[2] > 1 and values.strides[2] == step:  # as pieces of memory, in half the time
                 row = np.dtype((np.void, width * step))

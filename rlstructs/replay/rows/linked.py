@@ -17,6 +17,7 @@ import numpy as np
 from rlstructs.errors import StateError
 from rlstructs.replay.rows.backing import Backing
 from rlstructs.replay.rows.columns import Columns, pieces
+from rlstructs.replay.rows.compressed import CompressedBlock
 from rlstructs.replay.rows.lanes import ALL, LANE
 from rlstructs.replay.rows.spec import Spec
 
@@ -131,7 +132,8 @@ class LinkedColumns(Columns):
         total = super().nbytes
         for name, link in self.links.items():
             n_shared = self.n_rows - int(link.is_separate.sum())
-            total += link.is_separate.nbytes + link.waiting.nbytes - n_shared * self.specs[name].nbytes
+            total += link.is_separate.nbytes + link.waiting.nbytes
+            total -= 0 if self.is_compressed(name) else n_shared * self.specs[name].nbytes
         return total
 
     def link(self, name: str, source: str) -> None:
@@ -142,9 +144,13 @@ class LinkedColumns(Columns):
         spec = self.specs[source]
         waiting = np.zeros((2, self.n_lanes, *spec.shape), spec.dtype)
         steps = np.full((2, self.n_lanes), NONE)
+        below = self._blocks[source]
         with self.clock.counting(of_columns=True):
             # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
-            self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
+            if isinstance(below, CompressedBlock):
+                self._blocks[name] = below.beside(name, spec, self._backing)
+            else:
+                self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
             self._separate.pop(name, None), self._steps.pop(name, None)
             self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
             self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}

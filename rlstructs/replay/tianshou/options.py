@@ -103,6 +103,7 @@ class Options:
     gamma: float
     new_keys: str
     missing_keys: str
+    compression: Any = None
 
     def __post_init__(self) -> None:
         self.stack_num = check_count("stack_num", self.stack_num)

@@ -21,6 +21,7 @@ from rlstructs.replay.keep import saving
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.array_dict import ArrayDict
+from rlstructs.replay.rows.compressed import Compression, Setting
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns
 from rlstructs.replay.tianshou.intake import TransitionIntake
@@ -63,6 +64,7 @@ class ReplayBuffer(Buffer):
         n_step, gamma: how `sample` sums rewards, see there.
         new_keys: whether unknown keys "grow" a column, zero in the rows before, or are an "error".
         missing_keys: whether to "fill" missing keys with zeros, or whether they are an "error".
+        compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns; see `Memory`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -103,6 +105,7 @@ class ReplayBuffer(Buffer):
         gamma: float = 0.99,
         new_keys: str = GROW,
         missing_keys: str = FILL,
+        compression: Setting = None,
         **unknown: Any,
     ) -> None:
         check_arguments(type(self).__name__, size, stack_num, unknown)
@@ -117,10 +120,12 @@ class ReplayBuffer(Buffer):
             gamma,
             new_keys,
             missing_keys,
+            compression,
         )
         reading = Reading(n_step, gamma)
         capacity = max(lane_size, 1)  # of a placeholder too: no store has none
         super().__init__(self._n_lanes, capacity, seed=random_seed, framework=framework, device=device, reading=reading)
+        self._storage.columns.compression = Compression.of(compression)
         self._table = Table(self._storage, lane_size, self._is_stacked)
         self._intake = TransitionIntake(self._table, type(self).__name__, self._options)
         self._reader = Reader(self._table, self._options, self._export, self._stream)
@@ -515,7 +520,8 @@ class ReplayBuffer(Buffer):
 
     def _settings(self) -> dict[str, Any]:
         """Returns the arguments of the constructor that JSON can hold."""
-        return {"size": self._table.lane_size, **vars(self._options)}
+        given = {name: value for name, value in vars(self._options).items() if value is not None}
+        return {"size": self._table.lane_size, **given}
 
     def _state(self) -> dict[str, Any]:
         return {"settings": self._settings()}

@@ -19,6 +19,7 @@ from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.trajectories import take_trajectories
 from rlstructs.replay.keep.checks import Claims
+from rlstructs.replay.rows.compressed import Compression
 from rlstructs.replay.torchrl import editing, keeping
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.batches import Sampling
@@ -61,6 +62,7 @@ class DictTensorBase(Buffer):
             reading=parts.reading,
             columns=parts.storage.columns(),
         )
+        self._storage.columns.compression = Compression.of(parts.storage.compression)
         self._parts.stream = self._stream
         self._intake.is_for_one_process = True  # writers would need turns, and samplers follow them
         parts.start(self._storage, self._export, self)

@@ -16,6 +16,7 @@ from rlstructs.checks import check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.rows.backing import Folder, FolderBlock
 from rlstructs.replay.rows.columns import Columns
+from rlstructs.replay.rows.compressed import Setting
 from rlstructs.replay.rows.lanes import LANE
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.on_device import TensorColumns
@@ -50,10 +51,12 @@ class ReplayStorage(Part):
         capacity: the number of rows that fit at first.
         data: rows to begin with; None for none.
         device: where the rows are; None for the host.
+        compression: which columns are compressed.
     """
 
     data: Any = None
     device: torch.device | None = None
+    compression: Setting = None
 
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         self.max_size = self.capacity = check_size("max_size", max_size)
@@ -108,7 +111,7 @@ class ReplayStorage(Part):
 
     def renew(self, columns: Columns) -> Columns:
         """Makes empty columns of the same capacity, which may replace these."""
-        return self.columns() or LinkedColumns(1, columns.capacity)
+        return self.columns() or columns.emptied(columns.capacity)
 
     def discard(self, columns: Columns) -> None:
         """Removes the files of columns that were replaced."""
@@ -131,14 +134,23 @@ class ListStorage(ReplayStorage):
         max_size: largest number of rows; None for no limit.
         compilable: changes nothing, as nothing is compiled.
         device: None or the CPU.
+        compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns; see `Memory`.
 
     Example:
         >>> ListStorage(100)
         ListStorage(max_size=100)
     """
 
-    def __init__(self, max_size: int | None = None, *, compilable: bool = False, device: Any = None) -> None:
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        compilable: bool = False,
+        device: Any = None,
+        compression: Setting = None,
+    ) -> None:
         super().__init__(NO_LIMIT if max_size is None else max_size)
+        self.compression = compression
         check_host(device, "these lists are")
         self.capacity = min(self.max_size, FEW_ROWS)
 
@@ -169,6 +181,7 @@ class TensorStorage(ReplayStorage):
         device: of the rows; None for the host, "auto" for the device of the first rows.
         ndim: must be 1.
         compilable: changes nothing, as nothing is compiled.
+        compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns of the host; see `Memory`.
         others: further arguments of torchrl's, which change nothing or must be False.
 
     Raises:
@@ -189,8 +202,10 @@ class TensorStorage(ReplayStorage):
         device: Any = None,
         ndim: int = 1,
         compilable: bool = False,
+        compression: Setting = None,
         **others: Any,
     ) -> None:
+        self.compression = compression
         neutral = {"consolidated": False, "shared_init": False, "cleanup_memmap": ANY}
         check_neutral(type(self).__name__, others, neutral)
         if isinstance(storage, (int, float, np.integer, np.floating)) and max_size is None:
@@ -204,6 +219,8 @@ class TensorStorage(ReplayStorage):
             raise SpecError(f"max_size is {self.max_size}, but there are {rows.n} rows")
         named = torch.device("cpu" if device in (None, AUTO) else device)
         self.device = None if named.type == "cpu" else named
+        if compression is not None and (self.device is not None or self._is_auto):
+            raise SpecError(f"compression needs rows in host memory: leave out device, got {device!r}")
         if rows is not None:
             self.settle(rows.values)
 

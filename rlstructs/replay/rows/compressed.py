@@ -1,0 +1,410 @@
+"""Compressed columns: rows as bytes of their own lengths, in segments of their lanes.
+
+    table      row id -> place of its bytes and their number, one int64, so that no reader sees half of it; 0: unwritten
+    segments   of a lane, one after another; a row lies in one of them
+    counts     of the rows in each segment: one without any is written again, the lowest first
+
+The memory is as large as rows that do not become smaller would need, but only segments that were written take any.
+Rows are appended to a segment, never changed in place: a reader that finds other bytes finds another place, too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlstructs.errors import SpecError, StateError
+from rlstructs.replay.rows.backing import Backing
+from rlstructs.replay.rows.lanes import RowIds, keep_order
+from rlstructs.replay.rows.spec import Spec
+
+# Bytes of a row from which on a column of uint8 or bool is compressed unless the program names columns, and from which
+# on any column can be.
+LARGE, LEAST = 512, 64
+# Bits of an entry of the table for the number of bytes; the rest is the place.
+LENGTH_BITS = 24
+LENGTH_MASK = (1 << LENGTH_BITS) - 1
+# Bytes of a segment, unless a row is larger.
+SEGMENT = 1 << 16
+# Of a lane: the segment that is written, its bytes that are taken, and how many segments were ever written.
+CURRENT, TAKEN, USED = range(3)
+N_STATE = 3
+# Bytes of bookkeeping that a row takes.
+BYTES_PER_ROW = 8
+# zstd's default level.
+DEFAULT_LEVEL = 3
+EXTRA = "compression needs zstd: pip install rlstructs[zstd]"
+
+# What a program says of compression; see `Compression`.
+Setting = str | Mapping[str, str | None] | None
+
+
+class Compression:
+    """Says which columns are compressed, and how.
+
+    Args:
+        setting: "zstd", "zstd:LEVEL", or column -> one of these or None; by default columns of uint8 and bool with rows
+            of 512 bytes or more are compressed.
+
+    Raises:
+        SpecError: the setting is another.
+        ImportError: there is no zstd.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        if isinstance(setting, Mapping):
+            self._levels = {name: None if each is None else _level(each) for name, each in setting.items()}
+            self._level = None
+        else:
+            self._levels, self._level = {}, _level(setting)
+        codec_of(DEFAULT_LEVEL)
+
+    @classmethod
+    def of(cls, setting: Setting) -> Compression | None:
+        """Returns the compression for a program's setting; None for none."""
+        return None if setting is None else cls(setting)
+
+    def level_of(self, name: str, spec: Spec) -> int | None:
+        """Returns zstd's level for a column; None if it is not compressed.
+
+        Raises:
+            SpecError: the program names a column that cannot be compressed.
+        """
+        fits = not spec.is_object and LEAST <= spec.nbytes <= LENGTH_MASK
+        if self._level is not None:
+            return self._level if fits and spec.nbytes >= LARGE and spec.dtype.name in ("uint8", "bool") else None
+        level = self._levels.get(name)
+        if level is not None and not fits:
+            rows = "objects" if spec.is_object else f"{spec.nbytes:,} bytes"
+            raise SpecError(f"compression of {name!r}: its rows are {rows}, expected {LEAST} to {LENGTH_MASK:,} bytes")
+        return level
+
+
+def _level(setting: Any) -> int:
+    method, _, level = setting.partition(":") if isinstance(setting, str) else ("", "", "")
+    number = level.removeprefix("-")
+    if method != "zstd" or (":" in setting and not (number.isdecimal() and -100 <= int(level) <= 22)):
+        raise SpecError(
+            f"compression must be None, 'zstd', 'zstd:LEVEL' or a mapping of columns to these, got {setting!r}"
+        )
+    return int(level) if level else DEFAULT_LEVEL
+
+
+class _OwnCodecs(threading.local):
+    """The codecs of a thread: zstd's are not to be used by two at once."""
+
+    def __init__(self) -> None:
+        self.by_level: dict[int, Any] = {}
+
+
+_CODECS = _OwnCodecs()
+
+
+def codec_of(level: int) -> Any:
+    """Returns a codec with `compress`, `decompress` and `error`, for this thread alone."""
+    codec = _CODECS.by_level.get(level)
+    if codec is None:
+        codec = _CODECS.by_level[level] = _make_codec(level)
+    return codec
+
+
+def _make_codec(level: int) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        return _make_own_codec(level)
+    return SimpleNamespace(
+        compress=zstandard.ZstdCompressor(level=level, write_checksum=True).compress,
+        decompress=zstandard.ZstdDecompressor().decompress,
+        error=zstandard.ZstdError,
+    )
+
+
+def _make_own_codec(level: int) -> Any:
+    """Makes a codec of Python's own zstd, which Python 3.14 has."""
+    try:
+        from compression import zstd
+    except ImportError as error:
+        raise ImportError(EXTRA) from error
+    options = {
+        zstd.CompressionParameter.compression_level: level,
+        zstd.CompressionParameter.checksum_flag: 1,
+    }
+    return SimpleNamespace(
+        compress=lambda data: zstd.compress(data, options=options),
+        decompress=lambda data, n_bytes: zstd.decompress(data),
+        error=zstd.ZstdError,
+    )
+
+
+class CompressedBlock:
+    """The memory of a compressed column.
+
+    Args:
+        name: of the column.
+        spec: of the column.
+        ids: the row ids of the store.
+        level: zstd's.
+        backing: where the bytes are stored.
+    """
+
+    def __init__(self, name: str, spec: Spec, ids: RowIds, level: int, backing: Backing) -> None:
+        self._name, self.spec, self.level = name, spec, level
+        self._ids = RowIds(ids.n_lanes, ids.capacity, ids.order)
+        self._segment = max(spec.nbytes, min(SEGMENT, spec.nbytes * ids.capacity))
+        # Twice as many as the rows need if none becomes smaller: rows that are replaced leave gaps.
+        self._n_segments = 2 * math.ceil(ids.capacity / (self._segment // spec.nbytes)) + 2
+        self._allocate(backing)
+
+    def _allocate(self, backing: Backing) -> None:
+        n_lanes = self._ids.n_lanes
+        n_numbers = self._ids.n_rows + n_lanes * (self._n_segments + N_STATE)
+        self._numbers = backing.allocate(self._name, 8 * n_numbers, sparse=True)
+        self._memory = backing.allocate(self._name, n_lanes * self._n_segments * self._segment, sparse=True)
+        self._map()
+
+    def _map(self) -> None:
+        n_lanes, numbers = self._ids.n_lanes, self._numbers.bytes().view(np.int64)
+        self._first_state = self._ids.n_rows + n_lanes * self._n_segments
+        table, counts, lanes = np.split(numbers, [self._ids.n_rows, self._first_state])
+        self._table, self._counts = table, counts.reshape(n_lanes, self._n_segments)
+        self._lanes, self._bytes = lanes.reshape(n_lanes, N_STATE), self._memory.bytes()
+        # Single numbers and slices of these take half the time.
+        self._fast, self._fast_bytes = numbers.data, self._bytes.data
+        self._none = np.frombuffer(np.full(self.spec.shape, self.spec.unwritten, self.spec.dtype).tobytes(), np.uint8)
+
+    def rows(self) -> CompressedRows:
+        """Returns the column, `(n_rows, *shape)`, by row id."""
+        n_rows = self._ids.n_rows
+        return CompressedRows(self, np.arange(n_rows, dtype=np.int32 if n_rows < 1 << 31 else np.int64))
+
+    def bytes(self) -> np.ndarray:
+        """Raises TypeError: the rows have bytes of different lengths."""
+        raise TypeError("a compressed column has no bytes of one length")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segments that hold rows, and of the bookkeeping."""
+        held = np.count_nonzero(self._counts) * self._segment
+        return int(held) + self._table.nbytes + self._lanes.nbytes
+
+    def beside(self, name: str, spec: Spec, backing: Backing) -> CompressedBlock:
+        """Makes the memory of another column like this one."""
+        return CompressedBlock(name, spec, self._ids, self.level, backing)
+
+    def moved(self, backing: Backing) -> CompressedBlock:
+        """Copies the column to memory of another kind."""
+        other = CompressedBlock.__new__(CompressedBlock)
+        vars(other).update(vars(self))
+        other._allocate(backing)
+        for mine, its in ((self._table, other._table), (self._counts, other._counts), (self._lanes, other._lanes)):
+            its[...] = mine
+        for lane, used in enumerate(self._lanes[:, USED].tolist()):
+            start = lane * self._n_segments * self._segment
+            part = slice(start, start + used * self._segment)
+            other._bytes[part] = self._bytes[part]
+        return other
+
+    def write(self, rows: np.ndarray, values: Any) -> None:
+        """Writes rows (n,) by their ids; values are `(n, *shape)`, or one number for all of them."""
+        lanes = self._ids.lanes(rows)
+        for row, lane, data in zip(rows.tolist(), lanes.tolist(), self._encoded(rows.size, values), strict=True):
+            self._put(row, lane, data)
+
+    def _encoded(self, n: int, values: Any) -> Iterator[Any]:
+        """Yields the bytes of n rows; None for unwritten ones."""
+        if isinstance(values, CompressedRows):
+            yield from values.encoded(self)
+            return
+        array = np.asarray(values, self.spec.dtype)
+        compress = codec_of(self.level).compress
+        if not array.ndim:  # the same for all
+            row = np.broadcast_to(array, self.spec.shape)
+            yield from n * [None if row.tobytes() == self._none.tobytes() else self._encode(compress, row)]
+            return
+        for row in np.broadcast_to(array, (n, *self.spec.shape)):
+            yield self._encode(compress, row)
+
+    def _encode(self, compress: Callable[[Any], Any], row: np.ndarray) -> Any:
+        raw = row.tobytes()
+        data = compress(raw)
+        return data if len(data) < self.spec.nbytes else raw
+
+    def _put(self, row: int, lane: int, data: Any) -> None:
+        """Appends the bytes of a row to its lane's segments."""
+        numbers, entry = self._fast, 0
+        if data is not None:
+            n, state = len(data), self._first_state + lane * N_STATE
+            taken = numbers[state + TAKEN]
+            while taken + n > self._segment or not numbers[state + USED]:
+                self._begin_segment(lane)
+                taken = numbers[state + TAKEN]
+            segment = lane * self._n_segments + numbers[state + CURRENT]
+            start = segment * self._segment + taken
+            self._fast_bytes[start : start + n] = data
+            entry, numbers[state + TAKEN] = start << LENGTH_BITS | n, taken + n
+            numbers[self._ids.n_rows + segment] += 1  # first: a writer that is killed leaves too many, never too few
+            keep_order()
+        before, numbers[row] = numbers[row], entry
+        if before:
+            numbers[self._ids.n_rows + (before >> LENGTH_BITS) // self._segment] -= 1
+
+    def _begin_segment(self, lane: int) -> None:
+        """Finds the next segment to write: the lowest that is free, while another one is left."""
+        state = self._lanes[lane]
+        used = int(state[USED])
+        free = np.flatnonzero(self._counts[lane, :used] == 0)
+        if free.size + self._n_segments - used < 2:
+            self._join_segments(lane)
+            return
+        state[CURRENT] = free[0] if free.size else used
+        state[USED], state[TAKEN] = max(used, state[CURRENT] + 1), 0
+
+    def _join_segments(self, lane: int) -> None:
+        """Moves the rows of two segments to the last free one: the two with the fewest rows, which fit into it.
+
+        Rows are read while they move: each has bytes at its place at any time.
+        """
+        rows = self._ids.rows(lane, np.arange(self._ids.capacity))
+        rows = rows[self._table[rows] != 0]
+        segments = (self._table[rows] >> LENGTH_BITS) // self._segment - lane * self._n_segments
+        self._counts[lane] = counts = np.bincount(
+            segments, minlength=self._n_segments
+        )  # a killed writer counts too many
+        order = np.argsort(counts, kind="stable")
+        first = int(np.count_nonzero(counts == 0))
+        self._lanes[lane] = order[0], 0, self._n_segments
+        for row in rows[np.isin(segments, order[first : first + 2])].tolist():
+            self._put(row, lane, bytes(self.read(row)))
+
+    def read(self, row: int) -> memoryview:
+        """Returns the bytes of a row, a view; none of an unwritten one."""
+        return self._at(self._fast[row])
+
+    def _at(self, entry: int) -> memoryview:
+        start = entry >> LENGTH_BITS
+        return self._fast_bytes[start : start + (entry & LENGTH_MASK)]
+
+    def decode(self, rows: np.ndarray) -> np.ndarray:
+        """Returns rows by their ids, `(*rows.shape, *shape)`.
+
+        Raises:
+            StateError: bytes were damaged.
+        """
+        spec, ids = self.spec, rows.reshape(-1)
+        found = np.empty((ids.size, spec.nbytes), np.uint8)
+        decompress, error = (codec := codec_of(self.level)).decompress, codec.error
+        for at, entry in enumerate(self._table[ids].tolist()):
+            before = None
+            while entry != before:  # a row that is written or moved meanwhile has another place now
+                damage, before = None, entry
+                try:
+                    found[at] = self._decoded(entry, decompress)
+                except (error, ValueError) as reason:
+                    damage = reason
+                entry = self._fast[ids[at]]
+            if damage is not None:
+                text = f"the compressed bytes of row {int(ids[at])} of {self._name!r} are damaged"
+                raise StateError(f"{text}: {damage}") from damage
+        return found.view(spec.dtype).reshape(*rows.shape, *spec.shape)
+
+    def _decoded(self, entry: int, decompress: Callable[[Any, int], Any]) -> np.ndarray:
+        if not entry:
+            return self._none
+        data = self._at(entry)
+        return np.frombuffer(data if len(data) == self.spec.nbytes else decompress(data, self.spec.nbytes), np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in _MAPPED}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()
+
+
+_MAPPED = frozenset(["_table", "_counts", "_lanes", "_bytes", "_none", "_fast", "_fast_bytes"])
+
+
+class CompressedRows:
+    """A compressed column, indexed as the array that it would be otherwise.
+
+    As with arrays, slices are views; other indices copy, and so does numpy when it asks for an array.
+
+    Args:
+        block: the memory of the column.
+        ids: the row ids, in the order and shape in which they are shown.
+
+    Example:
+        >>> from rlstructs.replay.rows.backing import Heap
+        >>> block = CompressedBlock("frame", Spec(np.dtype(np.uint8), (8, 8)), RowIds(2, 3), 3, Heap())
+        >>> rows = block.rows()
+        >>> rows[np.array([4])] = np.full((1, 8, 8), 7)
+        >>> rows.shape, rows[3:5].shape, np.asarray(rows).max(axis=(1, 2)).tolist()
+        ((6, 8, 8), (2, 8, 8), [0, 0, 0, 0, 7, 0])
+    """
+
+    # Files are written without decoding the whole column at once.
+    is_made_in_pieces = True
+
+    def __init__(self, block: CompressedBlock, ids: np.ndarray) -> None:
+        self._block, self._ids = block, ids
+        self.dtype, self.shape = block.spec.dtype, (*ids.shape, *block.spec.shape)
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+        self.flags = SimpleNamespace(c_contiguous=False, writeable=True)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        ids = self._ids[index]
+        if ids.ndim and all(isinstance(part, (int, np.integer, slice, type(Ellipsis))) for part in parts):
+            return CompressedRows(self._block, ids)
+        return self._block.decode(np.asarray(ids))
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        ids = np.asarray(self._ids[index])
+        row = self._block.spec.shape
+        if not isinstance(values, CompressedRows) and np.ndim(values):
+            values = np.broadcast_to(np.asarray(values), (*ids.shape, *row)).reshape(-1, *row)
+        self._block.write(ids.reshape(-1), values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self._block.decode(self._ids)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def encoded(self, block: CompressedBlock) -> Iterator[Any]:
+        """Yields the bytes of each row for a column of the same spec; None for unwritten ones."""
+        for row in self._ids.reshape(-1).tolist():
+            data = self._block.read(row)
+            yield bytes(data) if data else None
+
+    def take(self, rows: np.ndarray, axis: int = 0, mode: str = "raise") -> np.ndarray:
+        """Copies rows, `(*rows.shape, *shape)`; they are in range."""
+        return self._block.decode(self._ids[rows])
+
+    def astype(self, dtype: Any, copy: bool = True) -> np.ndarray:
+        """Copies the column, with another dtype."""
+        return np.asarray(self).astype(dtype, copy=False)
+
+    def copy(self) -> np.ndarray:
+        """Copies the column."""
+        return np.asarray(self)
+
+    def reshape(self, *shape: Any) -> Any:
+        """Shows the rows in another shape; copies them if their own shape changes."""
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        lead = len(shape) - len(self._block.spec.shape)
+        if lead < 1 or tuple(shape[lead:]) != self._block.spec.shape:
+            return np.asarray(self).reshape(shape)
+        return CompressedRows(self._block, self._ids.reshape(shape[:lead]))
+
+    def swapaxes(self, first: int, second: int) -> CompressedRows:
+        """Swaps two axes before those of a row."""
+        return CompressedRows(self._block, self._ids.swapaxes(first, second))
