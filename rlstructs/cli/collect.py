@@ -41,6 +41,7 @@ class Settings:
         ray: address of the Ray cluster to run workers on; None for this machine.
         n_nodes: as for `RayBatcher`.
         action_mask: `mask` of `RandomAgent`, for the agent `random` alone.
+        trace: the file of a timeline; None for none.
     """
 
     env_id: str
@@ -53,6 +54,7 @@ class Settings:
     ray: str | None = None
     n_nodes: int | None = None
     action_mask: str | None = None
+    trace: Path | None = None
 
     @property
     def n_steps(self) -> int:
@@ -148,7 +150,8 @@ def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -
         with make_batcher(settings) as batcher:
             if keep:
                 _check_memory(settings, batcher)
-            yield from _run(batcher, settings, collected, keep)
+            with contextlib.nullcontext() if settings.trace is None else batcher.trace(settings.trace):
+                yield from _run(batcher, settings, collected, keep)
     except (KeyboardInterrupt, Exception) as error:
         collected.stopped_by = error
 

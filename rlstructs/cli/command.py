@@ -1,10 +1,12 @@
-"""The command `rlstructs`: collects rollouts, shows an agent, describes files, finds the fastest settings.
+"""The command `rlstructs`: collects rollouts, shows an agent, describes files, and finds where time goes.
 
     rlstructs collect CartPole-v1 --workers 2 --steps 200000 --out rollouts.npz --plot returns.png
     rlstructs play CartPole-v1 --agent my_agents:trained --video cartpole.mp4
     rlstructs info rollouts.npz
     rlstructs info --system
     rlstructs tune CartPole-v1 --seconds 20
+    rlstructs trace run.json
+    rlstructs top
 
 Exit codes: 0; 2 after an error, which prints one line on stderr; 130 after Ctrl-C, which keeps what was collected or
 recorded; 141, silently, when the reader of the output has gone (`| head`).
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlstructs import __version__
+from rlstructs.cli import watch
 from rlstructs.errors import OutOfMemoryError, RemoteTraceback, RLError, SpecError, WorkerError
 from rlstructs.workers.limits import n_cores
 
@@ -93,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_play(commands, common)
     _add_info(commands, common)
     _add_tune(commands, common)
+    watch.add_parsers(commands, common)
     bench = commands.add_parser("bench", help="measure on this machine", description="Measures on this machine.")
     _add_tune(bench.add_subparsers(metavar="WHAT", required=True), common)
     return parser
@@ -125,6 +129,7 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
     out_help = "write the trajectories: to a file, .npz, .pt or .h5, at the end; or to a folder, part by part"
     add("--out", metavar="FILE|FOLDER/", help=out_help)
     add("--minari", metavar="ID", help="write the episodes to a dataset of Minari, name-v0 or namespace/name-v0")
+    add("--trace", metavar="FILE.json", type=Path, help="write a timeline, which `rlstructs trace` explains")
     add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
 
 
@@ -191,7 +196,7 @@ def _collect(options: argparse.Namespace) -> int:
 
     if options.action_mask is not None and options.agent != "random":
         raise SpecError(f"--action-mask: is for --agent random; {options.agent} has to read its mask itself")
-    report.check_outputs(options.out, options.plot, options.minari)
+    report.check_outputs(options.out, options.plot, options.minari, options.trace)
     if options.nodes is not None and options.ray is None:
         raise SpecError("--nodes: is for --ray")
     if options.ray is not None and options.workers == 0:
@@ -272,6 +277,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         ray=options.ray,
         n_nodes=options.nodes,
         action_mask=options.action_mask,
+        trace=options.trace,
     )
 
 
@@ -324,7 +330,7 @@ def _write(options: argparse.Namespace, settings: Settings, collected: Collected
         collected.trajectories().save(options.out)
     if options.plot is not None:
         report.plot(options.plot, settings, collected)
-    return [str(path) for path in (options.out, options.minari, options.plot) if path is not None]
+    return [str(path) for path in (options.out, options.minari, options.plot, options.trace) if path is not None]
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # File ending -> the module needed to write it, besides torch and numpy.
 OUT_ENDINGS: dict[str, str | None] = {".npz": None, ".pt": None, ".h5": "h5py"}
 PLOT_ENDINGS: dict[str, str | None] = {".png": "matplotlib.figure"}
+TRACE_ENDINGS: dict[str, str | None] = {".json": None}
 # Package -> its name for `pip install`.
 INSTALL = {"h5py": "h5py", "matplotlib": "matplotlib", "imageio_ffmpeg": "'imageio[ffmpeg]'"}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -51,7 +52,7 @@ def is_folder(out: str | None) -> bool:
     return out is not None and (out.endswith("/") or not Path(out).suffix)
 
 
-def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None) -> None:
+def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None, trace: Path | None = None) -> None:
     """Checks before the collection that the files that the options name can be written.
 
     Raises:
@@ -63,6 +64,8 @@ def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None) ->
         check_path("--out", Path(out), OUT_ENDINGS)
     if plot is not None:
         check_path("--plot", plot, PLOT_ENDINGS)
+    if trace is not None:
+        check_path("--trace", trace, TRACE_ENDINGS)
     if dataset_id is not None:
         try:
             importlib.import_module("rlstructs.integrations.minari.writing")

@@ -49,12 +49,14 @@ class Trial:
         choice: the choice.
         speed, limit: environment steps per second.
         share: speed as a share of the limit, the median over turns.
+        verdict: where the time went, as `RL_Batcher.explain` says it.
     """
 
     choice: Choice
     speed: float
     limit: float
     share: float
+    verdict: str
 
 
 def print_trials(env_id: str, n_cores: int, seconds: float) -> None:
@@ -75,6 +77,7 @@ def print_trials(env_id: str, n_cores: int, seconds: float) -> None:
     print(f"best: {_options(best.choice)}, {best.share:.2f} of the limit")
     if untried:
         print(f"not tried, as the time was up: {'; '.join(map(_options, untried))}; --seconds gives more")
+    print(best.verdict)
 
 
 def _options(choice: Choice) -> str:
@@ -138,11 +141,13 @@ def _run_trial(env_id: str, choice: Choice, limit: Callable[[float], float], sec
             return settings.n_steps
 
         rollout()  # the first one allocates memory
+        batcher.explain()
         for _ in range(N_TURNS):
             limits.append(limit(seconds))
             speeds.append(measure_speed(rollout, seconds))
+        verdict = batcher.explain()
     shares = [speed / bare for speed, bare in zip(speeds, limits, strict=True)]
-    return Trial(choice, statistics.median(speeds), statistics.median(limits), statistics.median(shares))
+    return Trial(choice, statistics.median(speeds), statistics.median(limits), statistics.median(shares), verdict)
 
 
 def measure_speed(step: Callable[[], int], seconds: float) -> float:

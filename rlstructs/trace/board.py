@@ -118,6 +118,12 @@ def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
     return found
 
 
+def read_cells(fd: int, n_workers: int) -> np.ndarray:
+    """Reads the cells of all lanes, int64 (W + 1, N_CELLS), of a board of another program."""
+    rows = [os.pread(fd, 8 * N_CELLS, PAGE + row * BLOCK) for row in range(n_workers + 1)]
+    return np.stack([np.frombuffer(row, np.int64) for row in rows])
+
+
 def read_facts(file: Path) -> dict[str, Any]:
     """Reads the facts of a board; empty if they cannot be read."""
     try:

@@ -50,7 +50,9 @@ def test_one_trial_is_run_however_short_the_time():
 @pytest.mark.parametrize("command", [["bench", "tune"], ["tune"]], ids=" ".join)
 def test_the_command_prints_a_table_the_best_and_what_was_not_tried(capsys, command):
     assert main([*command, "CartPole-v1", "--seconds", "0.01"]) == 0
-    first, header, *rows, last, untried = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    first, header, *rows, last, untried = lines[:-5]
+    assert [line.split(":")[0].split(",")[0] for line in lines[-4:-1]] == ["to do", "trainer", "workers"]
     assert re.fullmatch(r"not tried, as the time was up: --workers \d+ --envs 64 .*; --seconds gives more", untried)
     assert re.fullmatch(r"CartPole-v1, random agent; the limit is bare loops, a process for each core: \d+", first)
     assert header.split() == ["workers", "envs", "timesteps", "steps/s", "limit", "share"]
