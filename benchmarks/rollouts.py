@@ -6,7 +6,8 @@ The limit is what as many bare environment loops as workers reach: the same envi
 actions that were drawn before, and nothing else. Every contender of a row runs in turn, `--repeats` times
 over, in one process tree; the table shows medians. Peers that start a process for each environment get at most 16 of
 them, with which they are fastest, all others as many as rlstructs. `--profile` says where a worker's time goes instead,
-and `--contract` what it costs that workers are watched and counted.
+`--contract` what it costs that workers are watched and counted, and `--trace` what a timeline costs while it is
+recorded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.util
 import os
 import runpy
 import statistics
+import tempfile
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ import torch
 
 from rlstructs import DictTensor, GymEnvInf, GymVectorEnv, RandomAgent, RL_Agent, RL_Batcher, VecEnv
 from rlstructs.rollout import job as rollout_job
+from rlstructs.trace.lane import Lane
 from rlstructs.workers import WorkerPool, process
 
 Run = Callable[[float], float]  # seconds -> steps/s
@@ -251,8 +254,13 @@ def batcher(task: Task, n_processes: int, run_ahead: int = 0, **settings: Any) -
 
 
 @contextlib.contextmanager
-def ours(task: Task, leases: bool = False, run_ahead: int = 0, **settings: Any) -> Iterator[Run]:
-    with batcher(task, task.n_workers, run_ahead, **settings) as collecting:
+def ours(
+    task: Task, leases: bool = False, run_ahead: int = 0, trace_to: Path | None = None, **settings: Any
+) -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+        collecting = stack.enter_context(batcher(task, task.n_workers, run_ahead, **settings))
+        if trace_to is not None:
+            stack.enter_context(collecting.trace(trace_to))
         collecting.reset()
 
         def step() -> int:
@@ -488,29 +496,46 @@ def profile(task: Task, n_rollouts: int) -> None:
 
 
 def count_nothing(index: int) -> None:
-    """Has this worker measure no times and count no steps."""
-    acting = rollout_job.ActingAgent
-    rollout_job.ActingAgent = lambda agent, device, clock, is_cut: acting(agent, device, None, is_cut)
+    """Has this worker measure no times."""
+    acting, lane = rollout_job.ActingAgent, Lane()
+    lane.enter = lambda phase: phase
+    rollout_job.ActingAgent = lambda agent, device, _, is_cut: acting(agent, device, lane, is_cut)
 
 
 def contract(task: Task, n_pairs: int, seconds: float) -> None:
     """What statistics and the thread that watches the main process cost: pairs of runs with and without them."""
-    ratios = []
     with contextlib.ExitStack() as stack:
         with_it = stack.enter_context(ours(task))
         with unittest.mock.patch.object(process, "open_pidfd", lambda pid: None):
             without = stack.enter_context(ours(task, init_worker=count_nothing))
-        for _ in range(n_pairs):
-            speeds: dict[Run, list[float]] = {with_it: [], without: []}
-            for turn in range(max(1, round(seconds / TURN))):
-                for run in (with_it, without) if turn % 2 else (without, with_it):
-                    speeds[run].append(run(TURN))
-            ratios.append(statistics.median(speeds[with_it]) / statistics.median(speeds[without]))
+        compare(task, "the contract", with_it, without, n_pairs, seconds, 0.97)
+
+
+def trace(task: Task, n_pairs: int, seconds: float) -> None:
+    """What a timeline costs while it is recorded: pairs of runs with and without it."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with_it, without = (
+            stack.enter_context(ours(task, trace_to=folder / "run.json")),
+            stack.enter_context(ours(task)),
+        )
+        compare(task, "a timeline", with_it, without, n_pairs, seconds, 0.97 if "CartPole" in task.env_id else 0.99)
+
+
+def compare(task: Task, what: str, with_it: Run, without: Run, n_pairs: int, seconds: float, least: float) -> None:
+    """Prints the speed of one run as a share of the other's, which are measured in turn."""
+    ratios = []
+    for _ in range(n_pairs):
+        speeds: dict[Run, list[float]] = {with_it: [], without: []}
+        for turn in range(max(1, round(seconds / TURN))):
+            for run in (with_it, without) if turn % 2 else (without, with_it):
+                speeds[run].append(run(TURN))
+        ratios.append(statistics.median(speeds[with_it]) / statistics.median(speeds[without]))
     mean = statistics.mean(ratios)
     margin = 2.045 * statistics.stdev(ratios) / len(ratios) ** 0.5  # Student's t of 29 degrees of freedom
-    verdict = "ok" if mean - margin > 0.97 else "NOT SHOWN"
-    print(f"{task.name:20} with / without the contract: {mean:.3f}, 95% interval {mean - margin:.3f} to "
-          f"{mean + margin:.3f} of {n_pairs} pairs, must lie above 0.97: {verdict}", flush=True)  # fmt: skip
+    verdict = "ok" if mean - margin > least else "NOT SHOWN"
+    print(f"{task.name:20} with / without {what}: {mean:.3f}, 95% interval {mean - margin:.3f} to "
+          f"{mean + margin:.3f} of {n_pairs} pairs, must lie above {least}: {verdict}", flush=True)  # fmt: skip
 
 
 def show(task: Task, speeds: dict[str, float]) -> None:
@@ -531,6 +556,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--contract", action="store_true")
+    parser.add_argument("--trace", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # what a thread pool does after its work would slow whoever is measured next
     installed = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
@@ -540,14 +566,14 @@ def main() -> None:
     for task in TASKS:
         if task.name not in arguments.rows:
             continue
-        if arguments.contract:
-            contract(task, 30, 4 * arguments.seconds)
+        if arguments.contract or arguments.trace:
+            (contract if arguments.contract else trace)(task, 30, 4 * arguments.seconds)
         elif arguments.profile:
             print(f"{task.name}:")
             profile(task, 20)
         else:
             show(task, measure(task, arguments.repeats, arguments.seconds, installed))
-    if "start" in arguments.rows and not (arguments.profile or arguments.contract):
+    if "start" in arguments.rows and not (arguments.profile or arguments.contract or arguments.trace):
         print(f"start of 4 workers: {start_up(5):.2f} s, must 1.00, aim 0.30")
 
 

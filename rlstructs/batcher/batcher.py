@@ -627,7 +627,8 @@ class RL_Batcher:
         follows from it. Each worker has a lane: agent, environment, reset, write, update, wait for an order, start; the
         trainer has wait, read, lease, order, update, evaluate, draw, save, restart, and learn, which is what lies
         between calls. Arrows lead from an order to its rollout and to its delivery. It is appended to as the program
-        runs, some megabytes a second where steps are quick; one that is killed leaves a file that opens.
+        runs, some megabytes a second where steps are quick; one that is killed leaves a file that opens. With a
+        `RayBatcher` it has the trainer's lane alone.
 
         Args:
             path: the file, which is replaced; usually `.json`.

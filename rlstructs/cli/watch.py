@@ -82,12 +82,12 @@ def watch(board: Path) -> Iterator[str]:
 
     facts = read_facts(board)
     with open(board, "rb") as file:
-        before, looked = read_cells(file.fileno(), facts["n_workers"]), time.perf_counter()
+        before, looked = read_cells(file.fileno(), facts["n_lanes"]), time.perf_counter()
         while True:
             time.sleep(PERIOD)
             if not os.path.exists(board):
                 return
-            cells, now = read_cells(file.fileno(), facts["n_workers"]), time.perf_counter()
+            cells, now = read_cells(file.fileno(), facts["n_lanes"]), time.perf_counter()
             yield describe(facts, cells, cells - before, now - looked)
             before, looked = cells, now
 

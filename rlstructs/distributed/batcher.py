@@ -281,8 +281,13 @@ def start_ray_engine(
     pool = NodePool(_pickle_settings(settings, run, debug), job_arguments, sizes, placement, run.timeout)
     try:
         policy, n_rollouts = run.on_worker_failure, run.run_ahead + 1
-        supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead, Board.make(0))
+        board = Board.make(0, n_timesteps=run.n_timesteps, run_ahead=run.run_ahead, is_inline=False)
+        supervisor = NodeSupervisor(pool, policy, run.max_restarts, run.run_ahead, board)
         contents = find_contents(supervisor, settings, run.n_timesteps)
+        cores = {node.node_id: n_cores for node, n_cores in zip(pool.nodes, pool.call("count_cores"), strict=True)}
+        board.write_facts(n_workers=sum(sizes), n_envs=contents.n_envs, n_cores=sum(cores.values()))
+        board.read_others = lambda: [node.report["cells"] for node in pool.nodes]
+        board.begin_account()
 
         def send_infos(infos: Mapping[str, DictTensor]) -> None:
             data = pickling.dumps(infos)

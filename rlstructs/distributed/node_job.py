@@ -37,6 +37,7 @@ from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.registry import Registered
 from rlstructs.worker_setup.setup import write_libraries
 from rlstructs.workers import pickling
+from rlstructs.workers.limits import n_cores
 from rlstructs.workers.settings import SETTINGS, write_settings
 
 Found = TypeVar("Found")
@@ -232,10 +233,14 @@ class NodeJob:
             self._engine.n_envs, Specs(dict(layout.observation), dict(layout.action), state, statistics)
         )
 
+    def count_cores(self) -> int:
+        """Returns the number of cores of this machine."""
+        return n_cores()
+
     def report(self) -> dict[str, Any]:
-        """Reports on its workers: their `pids`, and their `states` as `Supervisor.get_states` returns them."""
+        """Reports on its workers: `pids`, `states` as `Supervisor.get_states` returns them, `cells` of their lanes."""
         states, self._states = self._states or self._engine.get_states(), None
-        return {"pids": self._engine.pool.pids, "states": states}
+        return {"pids": self._engine.pool.pids, "states": states, "cells": self._engine.board.read()[1:]}
 
     def set_infos(self, data: bytes) -> None:
         """Sets `agent_info` and `env_info` for later requests.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ class Board:
 
     Attributes:
         lane: of the trainer, in its own process.
+        read_others: returns the cells of workers that have their lanes elsewhere, int64 (n, N_CELLS) each.
     """
 
     lane: Lane
+    read_others: Callable[[], Sequence[np.ndarray]] = staticmethod(lambda: ())
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
@@ -48,7 +51,7 @@ class Board:
         arena.resize(PAGE + (n_workers + 1) * BLOCK, expected=(n_workers + 2) * PAGE)
         board = cls(arena)
         board.lane = board.make_lane(0)
-        board.write_facts(n_workers=n_workers, pid=os.getpid(), n_cores=n_cores(), **facts)
+        board.write_facts(n_lanes=n_workers, n_workers=n_workers, pid=os.getpid(), n_cores=n_cores(), **facts)
         return board
 
     @property
@@ -88,7 +91,8 @@ class Board:
 
     def read(self) -> np.ndarray:
         """Copies the cells of all lanes, int64 (W + 1, N_CELLS)."""
-        return np.stack([np.array(self.cells(row)) for row in range(self.facts["n_workers"] + 1)])
+        own = np.stack([np.array(self.cells(row)) for row in range(self.facts["n_lanes"] + 1)])
+        return np.concatenate([own, *self.read_others()])
 
     def begin_account(self) -> None:
         """Forgets what has been until now; see `take_account`."""
@@ -97,7 +101,7 @@ class Board:
     def take_account(self) -> Account:
         """Returns where the time went since the last call, or since `begin_account`."""
         before, self._before = self._before, self._read_now()
-        return Account.of_cells(self._before - before, self._before, self.facts)
+        return Account.of_cells(np.maximum(self._before - before, 0), self._before, self.facts)
 
     def _read_now(self) -> np.ndarray:
         self.lane.enter(self.lane.enter(LEARN))  # adds what the trainer has spent in its present phase
@@ -118,9 +122,9 @@ def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
     return found
 
 
-def read_cells(fd: int, n_workers: int) -> np.ndarray:
-    """Reads the cells of all lanes, int64 (W + 1, N_CELLS), of a board of another program."""
-    rows = [os.pread(fd, 8 * N_CELLS, PAGE + row * BLOCK) for row in range(n_workers + 1)]
+def read_cells(fd: int, n_lanes: int) -> np.ndarray:
+    """Reads the cells of trainer and workers, int64 (n_lanes + 1, N_CELLS), of a board of another program."""
+    rows = [os.pread(fd, 8 * N_CELLS, PAGE + row * BLOCK) for row in range(n_lanes + 1)]
     return np.stack([np.frombuffer(row, np.int64) for row in rows])
 
 

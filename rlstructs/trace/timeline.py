@@ -1,6 +1,6 @@
 """Writes a timeline in the Chrome trace format, which Perfetto and `chrome://tracing` open.
 
-    rings of trainer and workers ── a thread, ten times a second ──> file.json, appended to
+    rings of trainer and workers ── a thread, four times a second ─> file.json, appended to
 
 The file is a JSON array with an event on each line; readers of the format accept it without its closing bracket, so
 that a program that is killed leaves a timeline. Times are whole microseconds since the timeline began, of the clock
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter_ns
@@ -23,7 +24,7 @@ from rlstructs.trace.board import Board
 from rlstructs.trace.lane import HEAD, N_EVENTS, NAMES, START, UNKNOWN
 
 # Seconds between two looks at the rings, which hold some seconds of the quickest workers.
-PERIOD = 0.1
+PERIOD = 0.25
 TRAINER = 0
 # The notes of a rollout, by the name of its argument in the file, and what they are divided by.
 ARGUMENTS = {
@@ -49,7 +50,7 @@ class Timeline:
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
         self._board, self._start = board, perf_counter_ns()
         facts = board.facts
-        n_lanes = facts["n_workers"] + 1
+        n_lanes = facts["n_lanes"] + 1
         self._readers = [LaneReader(board, row, facts["pid"], self._start) for row in range(n_lanes)]
         self._write(self._describe(facts))
         self._ended, self._lock = threading.Event(), threading.Lock()
@@ -86,12 +87,15 @@ class Timeline:
             self._write(self._read_all())
 
     def _read_all(self) -> Iterator[str]:
-        for row, reader in enumerate(self._readers):
-            yield from reader.read()
-            if row == TRAINER:  # first: it says which workers were replaced
-                for worker, time in reader.replaced:
-                    self._readers[1 + worker].replaced_at = time
-                reader.replaced.clear()
+        # The trainer's events come first, as they say which workers were replaced; those of workers up to before them.
+        heads = [reader.head for reader in self._readers[1:]]
+        trainer = self._readers[TRAINER]
+        yield from trainer.read(trainer.head)
+        for worker, time in trainer.replaced:
+            self._readers[1 + worker].replaced_at.append(time)
+        trainer.replaced.clear()
+        for reader, head in zip(self._readers[1:], heads, strict=True):
+            yield from reader.read(head)
 
     def _write(self, lines: Iterator[str]) -> None:
         self._file.write("".join(lines))
@@ -122,7 +126,7 @@ class LaneReader:
     Attributes:
         n_lost: events that were overwritten before they were read.
         replaced: of the trainer: workers that were replaced, and when.
-        replaced_at: of a worker: when it was, until its successor's first event.
+        replaced_at: of a worker: when it was, until its successor's first event; one time for each.
     """
 
     def __init__(self, board: Board, row: int, pid: int, start: int) -> None:
@@ -135,11 +139,15 @@ class LaneReader:
         self._rollout: dict[str, int] | None = None
         self._is_ending = False
         self.replaced: list[tuple[int, int]] = []
-        self.replaced_at: int | None = None
+        self.replaced_at = deque[int]()
 
-    def read(self) -> Iterator[str]:
-        """Yields lines for the events that came since the last call."""
-        head = self._cells[HEAD]
+    @property
+    def head(self) -> int:
+        """How many events there are."""
+        return int(self._cells[HEAD])
+
+    def read(self, head: int) -> Iterator[str]:
+        """Yields lines for the events that came since the last call, up to a head."""
         first = max(self._n, head - N_EVENTS)
         events = self._ring[np.arange(first, head) % N_EVENTS]
         # Those that were overwritten while they were copied are lost too.
@@ -155,20 +163,20 @@ class LaneReader:
     def _convert(self, events: np.ndarray) -> Iterator[str]:
         times, kinds = events[:, 0], events[:, 1] & 0xFF
         at = 0
-        for note in [*np.flatnonzero(kinds >= lanes.BEGIN).tolist(), len(events)]:
-            yield from self._convert_phases(times[at:note], kinds[at:note])
-            if note < len(events):
-                yield from self._convert_note(int(times[note]), int(kinds[note]), int(events[note, 1]) >> 8)
-            at = note + 1
+        for cut in [*np.flatnonzero((kinds >= lanes.BEGIN) | (kinds == START)).tolist(), len(events)]:
+            yield from self._convert_phases(times[at:cut], kinds[at:cut])
+            at = cut
+            if cut < len(events) and kinds[cut] != START:
+                yield from self._convert_note(int(times[cut]), int(kinds[cut]), int(events[cut, 1]) >> 8)
+                at += 1
 
     def _convert_phases(self, times: np.ndarray, kinds: np.ndarray) -> Iterator[str]:
         if not len(times):
             return
         times = np.maximum(self._to_us(times), self._since)  # of a phase that began before the timeline
-        if self.replaced_at is not None and kinds[0] == START:
+        if self.replaced_at and kinds[0] == START:
+            yield self._enter(lanes.RESTART, max(self._since, self._to_us(self.replaced_at.popleft())))
             yield from self._end_rollout()
-            yield self._enter(lanes.RESTART, max(self._since, self._to_us(self.replaced_at)))
-            self.replaced_at = None
         yield self._enter(int(kinds[0]), int(times[0]))
         if self._is_ending:
             yield from self._end_rollout()

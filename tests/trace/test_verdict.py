@@ -10,9 +10,10 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from clusters import ray_cluster
 from gymnasium import spaces
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+from rlstructs import DictTensor, GymEnvInf, RayBatcher, RL_Agent, RL_Batcher
 from rlstructs.trace.timeline import read_events
 from rlstructs.trace.verdict import Account, explain
 
@@ -149,3 +150,19 @@ def test_rollouts_in_the_trainers_process_are_explained():
         batcher.execute()
         batcher.get()
         assert batcher.explain().startswith("reset: ")
+
+
+@pytest.mark.slow
+def test_the_workers_of_nodes_are_explained_and_the_trainers_lane_is_traced(tmp_path):
+    with ray_cluster(2), RayBatcher.make(
+        lambda: Planted(reset=0.05, length=2), n_envs=4, n_workers=2, n_timesteps=8, n_nodes=2
+    ) as batcher:  # fmt: skip
+        batcher.reset()
+        with batcher.trace(tmp_path / "run.json"):
+            for _ in range(2):
+                batcher.execute()
+                batcher.get()
+        lines = batcher.explain().splitlines()
+        assert lines[0].startswith("reset: ") and lines[3].startswith("workers, 2 on ")
+        assert lines[4].startswith("64 steps")
+    assert {event["tid"] for event in read_events(tmp_path / "run.json") if event["ph"] == "X"} == {0}
