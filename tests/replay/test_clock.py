@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -247,6 +248,36 @@ def test_a_checkpoint_knows_which_rows_have_changed(change, in_other_process):
     found = find_changed(storage, mark)
     is_same = np.isclose(storage.columns.flat["rew"], before, equal_nan=True)
     assert found is None or found[~is_same].all()
+
+
+def test_a_draw_beside_a_load_with_the_same_counters_is_of_one_of_both(tmp_path):
+    """A thread loads a file while another one has read the first of two tensors."""
+
+    def made(value):
+        memory = RandomMemory(memory_size=8)
+        memory.create_tensor("a", 1)
+        memory.create_tensor("b", 1)
+        for _ in range(8):
+            memory.add_samples(a=torch.full((1, 1), value), b=torch.full((1, 1), value))
+        return memory
+
+    made(2.0).save(tmp_path / "other.npz")
+    memory, n_loads = made(1.0), 0
+    gather = memory._storage.columns.gather
+
+    def gather_beside_a_load(names, rows):
+        nonlocal n_loads
+        first = gather(names[:1], rows)
+        if not n_loads:
+            n_loads += 1
+            thread = threading.Thread(target=memory.load, args=(tmp_path / "other.npz",))
+            thread.start()
+            thread.join()
+        return first + gather(names[1:], rows)
+
+    memory._storage.columns.gather = gather_beside_a_load
+    [[a, b]] = memory.sample(["a", "b"], 4)
+    assert n_loads == 1 and a.tolist() == b.tolist() == [[2.0]] * 4
 
 
 def test_two_processes_that_count_at_once_both_move_the_clock():

@@ -22,10 +22,16 @@ class View:
         columns: the row ids of the store.
         length: how many rows a sample has, from the drawn row on.
         episodes: of the rows; None if the store does not track them, and then nobody may ask about episodes.
+        found_at: `Instant.columns` before the counters were read.
+
+    Attributes:
+        snapshot: see `Instant`.
     """
 
-    def __init__(self, ring: Ring, columns: RowIds, length: int = 1, episodes: Episodes | None = None) -> None:
-        self.columns, self.length, self.episodes = columns, length, episodes
+    def __init__(
+        self, ring: Ring, columns: RowIds, length: int = 1, episodes: Episodes | None = None, found_at: int = 0
+    ) -> None:
+        self.columns, self.length, self.episodes, self.found_at = columns, length, episodes, found_at
         # Two equal copies in a row are consistent: counters only grow, and a writer may interrupt a copy.
         self.snapshot = b""
         while self.snapshot != (seen := ring.counters.tobytes()):

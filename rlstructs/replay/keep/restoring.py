@@ -175,7 +175,7 @@ def make_room(
             storage.take_columns(fresh, episodes)
 
     def drop_rows() -> None:
-        with storage.lock, storage.rewriting(REWRITES):
+        with storage.lock, storage.clock.counting(REWRITES, of_columns=True):
             storage.clear()
             take_over()
             storage.poison(specs)

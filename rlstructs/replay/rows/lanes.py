@@ -281,7 +281,8 @@ class Clock:
 
     Whoever remembers something of a store compares the parts of an `Instant` on which it depends:
 
-        rows of a view, rows that priorities follow     snapshot
+        rows that priorities follow                     snapshot
+        rows of a view, as they are read                snapshot, columns: a load may bring the same counters
         slices, windows of a shard                      snapshot, edits
         where a `StepWriter` writes                     changes, columns; of a shared store also heads and edits
         keys of a table, columns read without a lock    columns

@@ -174,7 +174,7 @@ class Storage(CopiedWhole):
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
             following: int64 (n_lanes,), the result of `Continuity.following`.
         """
-        with self.lock, self.rewriting(REWRITES, EDITS):
+        with self.lock, self._rewriting(REWRITES, EDITS):
             self.ring.counters[...] = counters
             self.counters.continuity.restore(following, self.ring.head)
             if episodes is not None:
@@ -186,7 +186,7 @@ class Storage(CopiedWhole):
         """Returns the present instant: it differs from that of before any change."""
         return self.clock.read(self.ring)
 
-    def rewriting(self, *notes: int) -> AbstractContextManager[None]:
+    def _rewriting(self, *notes: int) -> AbstractContextManager[None]:
         """Counts a change of existing rows, `REWRITES`, or of episodes, `EDITS`, while it is made.
 
         The lock is held.
@@ -220,12 +220,12 @@ class Storage(CopiedWhole):
         with self.lock:
             n_steps = self.track_episodes().open_lengths(lanes) if n_steps is None else n_steps
             if np.count_nonzero(n_steps > 0):
-                with self.rewriting(EDITS):
+                with self._rewriting(EDITS):
                     self.track_episodes().close(np.arange(self.columns.n_lanes)[lanes], n_steps)
 
     def rebuild_episodes(self, done: np.ndarray) -> None:
         """Recomputes all episodes from `done`, bool (n_lanes, capacity) by slot."""
-        with self.lock, self.rewriting(EDITS):
+        with self.lock, self._rewriting(EDITS):
             self.track_episodes().rebuild(done)
 
     def write(
@@ -357,9 +357,9 @@ class Storage(CopiedWhole):
 
         These are valid rows with at least `length - 1` rows after them.
         """
-        last = self._view
-        if last is None or last.length != length or last.snapshot != self.ring.counters.tobytes():
-            last = self._view = View(self.ring, self._ids, length, self.episodes)
+        last, now, columns = self._view, self.ring.counters.tobytes(), self.clock.columns
+        if last is None or last.length != length or last.found_at != columns or last.snapshot != now:
+            last = self._view = View(self.ring, self._ids, length, self.episodes, columns)
         return last
 
     def sample(
@@ -428,9 +428,9 @@ class Storage(CopiedWhole):
         raise StateError(f"row {left[0]} is being written; use a larger memory, or read it later")
 
     def is_current(self, view: View) -> bool:
-        """Whether nothing was written since, so that earlier reads are whole."""
+        """Whether nothing was written or loaded since, so that earlier reads are whole."""
         keep_order()
-        return self.ring.counters.tobytes() == view.snapshot
+        return self.clock.columns == view.found_at and self.ring.counters.tobytes() == view.snapshot
 
     def find_overwritten(self, picked: Selection) -> np.ndarray | None:
         """Marks samples with rows that have been overwritten since, bool (B,).
@@ -439,6 +439,8 @@ class Storage(CopiedWhole):
         """
         if self.is_current(picked.view):
             return None
+        if self.clock.columns != picked.view.found_at:  # a load may have brought other rows, and the same counters
+            return np.ones(len(picked.rows), bool)
         first = picked.rows[:, 0] if picked.earliest is None else picked.earliest
         stale = np.asarray(picked.view.steps(first) < self.ring.oldest()[self.columns.lanes(first)])
         return stale if stale.any() else None
