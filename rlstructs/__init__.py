@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rlstructs.distributed.batcher import PartsLease, RayBatcher
     from rlstructs.distributed.replay import RayReplay
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.gym_threads import GymEnvThreads
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv, make_vec
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from rlstructs.errors import (
         ClosedError,
         EmptyBufferError,
+        EnvTimeout,
         FileError,
         MissingKeyError,
         OutOfMemoryError,
@@ -76,9 +78,11 @@ _EXPORTS = {
     "DeviceEnv": "envs.vec_env",
     "DictTensor": "structures.dict_tensor",
     "EmptyBufferError": "errors",
+    "EnvTimeout": "errors",
     "FileError": "errors",
     "GymEnv": "envs.gym_env",
     "GymEnvInf": "envs.gym_env",
+    "GymEnvThreads": "envs.gym_threads",
     "GymVectorEnv": "envs.gym_vector",
     "Lease": "batcher.lease",
     "MissingKeyError": "errors",
@@ -129,9 +133,11 @@ __all__ = [
     "DeviceEnv",
     "DictTensor",
     "EmptyBufferError",
+    "EnvTimeout",
     "FileError",
     "GymEnv",
     "GymEnvInf",
+    "GymEnvThreads",
     "GymVectorEnv",
     "Lease",
     "MissingKeyError",

@@ -145,7 +145,7 @@ def check_names(name: str, keys: Any, noun: str = "names") -> tuple[Any, ...]:
     return tuple(keys)
 
 
-def check_timeout(timeout: Any) -> float | None:
+def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
     """Returns a timeout as a Python number of seconds, or None.
 
     A float32 would be too coarse to be added to a time.
@@ -157,9 +157,9 @@ def check_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
-        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+        raise TypeError(f"{name} must be a number of seconds or None, got {timeout!r}")
     if not timeout > 0:
-        raise SpecError(f"timeout must be above 0 seconds, got {timeout}")
+        raise SpecError(f"{name} must be above 0 seconds, got {timeout}")
     return timeout.item() if isinstance(timeout, np.number) else timeout
 
 

@@ -6,6 +6,7 @@ RLError                     base of all errors of the library, except wrong type
     StateError              a call is not allowed in the present state (also a RuntimeError)
         ClosedError         a call came after `close`
         EmptyBufferError    nothing is stored that could be drawn (also a ValueError)
+    EnvTimeout              an environment did not return from a call in time (also a TimeoutError)
     FileError               a file is not one of rlstructs, damaged, or of another version (also a ValueError)
 WorkerError                 a worker process failed (a RuntimeError)
     WorkerCrashed           it has ended
@@ -32,6 +33,7 @@ _OF_WORKERS = ("OutOfMemoryError", "RemoteTraceback", "WorkerCrashed", "WorkerEr
 __all__ = [
     "ClosedError",
     "EmptyBufferError",
+    "EnvTimeout",
     "FileError",
     "MissingKeyError",
     "OutOfMemoryError",
@@ -76,6 +78,11 @@ class ClosedError(StateError):
 @set_module("rlstructs")
 class EmptyBufferError(StateError, ValueError):
     """Nothing is stored that could be drawn."""
+
+
+@set_module("rlstructs")
+class EnvTimeout(RLError, TimeoutError):
+    """An environment did not return from a step or a reset within its `step_timeout`."""
 
 
 @set_module("rlstructs")

@@ -52,12 +52,13 @@ AGENTS = ("agents step", "agents rollout", "agents reset")
 NAMELESS = ("sync same", "sync next", "sync disabled", "own", "own ends", "own into", *AGENTS)
 # Environments that have to end, all, before a reset.
 WAITS = ("gym", "own ends", "agents reset")
+THREADS = ("GymEnvThreads", "GymEnvThreads seeds")
 IDLES = ("sync next", "shared next", "shared next groups", *AGENTS)
 ENV_RESTARTS = ("env restart after raise",) if "on_env_failure" in inspect.signature(RL_Batcher).parameters else ()
 STATES = ("exact same", "exact new", "best new", "plain same", "plain new", "checkpoint")
 SETTINGS = {
-    "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "GymEnvInf seeds", *VECTORS, "own", "own ends", "own into",
-            *AGENTS),
+    "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "GymEnvInf seeds", "GymEnvThreads", "GymEnvThreads seeds",
+            *VECTORS, "own", "own ends", "own into", *AGENTS),
     "processes": ("0", "1 forkserver", "2 forkserver", "2 fork"),
     "ahead": ("0", "1", "2"),
     "failure": ("none", "restart after raise", "restart after kill", "raise", *ENV_RESTARTS),
@@ -80,7 +81,8 @@ SETTINGS = {
 }  # fmt: skip
 # Where workers take seconds to start, each value comes once.
 RAY = {name: values[:1] for name, values in SETTINGS.items()} | {
-    "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "sync next", "shared same", "own", "agents step"),
+    "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "GymEnvThreads", "sync next", "shared same", "own",
+            "agents step"),
     "processes": ("2 forkserver",),
     "ahead": ("0", "1"),
     "failure": ("none", "restart after raise", "restart after kill", "raise"),
@@ -102,7 +104,8 @@ NORMALIZED = ("observation", "both")
 RULES = [
     # What the library refuses.
     Rule({"info": ("env_info", "both"), "env": VECTORS}, "env_info: .* takes no options for single env", SpecError),
-    Rule({"agent": ("history",), "env": IDLES}, "an agent that requires a history cannot act in", SpecError),
+    Rule({"agent": ("history",), "env": (*IDLES, *THREADS)},
+         "an agent that requires a history cannot act in", SpecError),
     Rule({"wrapper": NORMALIZED, "shows": ("numbers",)}, "the observation is not floating-point", SpecError),
     Rule({"agent": ("module",), "acts": ("dict",)}, "an action space must be one of", SpecError),
     Rule({"processes": ("2 fork",), "memory": ("jax",)}, "jax warns of a fork"),

@@ -22,6 +22,7 @@ from rlstructs import (
     DictTensor,
     GymEnv,
     GymEnvInf,
+    GymEnvThreads,
     GymVectorEnv,
     ModuleAgent,
     NormalizeObservation,
@@ -285,9 +286,13 @@ def create_env(env, shows, acts, wrapper, fails, n_envs, seed, n_workers, in_wor
             vector = SharedVectorEnv(makers, n_processes, n_groups=groups, start_method=method, **settings)
         made = GymVectorEnv(vector, seed, info_keys=keys)
     else:
-        plain = {"gym": GymEnv, "own ends": GymEnv}.get(env, GymEnvInf)
-        settings = {"GymEnvInf deferred": {"defer_resets": True}, "GymEnvInf seeds": {"episode_seeds": True}}
-        made = plain([make() for make in makers], seed, info_keys=keys, **settings.get(env, {}))
+        plain = {"gym": GymEnv, "own ends": GymEnv, "GymEnvThreads": GymEnvThreads}.get(
+            env if env.startswith("own") else name, GymEnvInf
+        )
+        settings = {"deferred": {"defer_resets": True}, "seeds": {"episode_seeds": True}}.get(kind, {})
+        if plain is GymEnvThreads:  # the same ones are ready together in every run
+            settings = {**settings, "min_ready": n, "step_timeout": 30}
+        made = plain([make() for make in makers], seed, info_keys=keys, **settings)
         made = {"own": Own, "own ends": Own, "own into": OwnInto}.get(env, lambda env: env)(made)
     return wrap(made, wrapper)
 

@@ -260,6 +260,8 @@ def cut(out: Trajectories, n_rows: int, n_timesteps: int) -> Trajectories:
     )
 
 
+# Arguments of `make` that are those of `GymEnvThreads`.
+OF_THREADS = ("min_ready", "max_wait", "deadline", "step_timeout", "on_env_timeout")
 # Arguments of the constructor that `make` sets, and from which of its own.
 SET = {"create_env": "env", "create_agent": "agent", "agent_args": "agent", "n_processes": "n_workers", "seeds": "seed"}
 
@@ -274,26 +276,35 @@ def constructor_arguments(
     device: Any,
     episode_seeds: bool,
     clip_actions: bool,
+    threads: bool,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of the constructor of `cls` that follow from those of its `make`.
+    """The arguments of the constructor of `cls` that follow from those of its `make`, and the `settings`.
 
     Raises:
         SpecError, TypeError: one of them is wrong; the message names it.
     """
     from rlstructs.envs.gym_env import GymEnvInf  # imports gymnasium
     from rlstructs.envs.gym_envs import env_factory
+    from rlstructs.envs.gym_threads import GymEnvThreads
     from rlstructs.rollout.makers import Makers
 
+    if not isinstance(threads, bool):
+        raise TypeError(f"threads must be a bool, got {threads!r}")
+    given = {name: value for name, value in settings.items() if name in OF_THREADS}
+    if given and not threads:
+        raise SpecError(f"{min(given)}: is for environments in threads of their own: give threads=True, too")
+    settings = {name: value for name, value in settings.items() if name not in given}
     _check_names(cls, settings)
     n_workers = _count_workers(check_count("n_envs", n_envs), n_workers)
     if isinstance(agent, torch.nn.Module) and not isinstance(agent, RL_Agent):
         agent = copy_plain(agent)  # a wrapped or parametrised module cannot be sent to a worker
     elif agent is not None and not callable(agent):
         raise TypeError(f"agent must be an RL_Agent, a torch.nn.Module or a function, got {type(agent).__name__}")
-    kind = partial(GymEnvInf, episode_seeds=True) if episode_seeds else GymEnvInf
-    makers = Makers(env_factory(env, env_args), agent, n_envs // max(1, n_workers), device, kind, clip_actions)
+    kind = partial(GymEnvThreads if threads else GymEnvInf, episode_seeds=episode_seeds, **given)
+    makers = Makers(env_factory(env, env_args), agent, n_envs // max(1, n_workers), device, kind, clip_actions, threads)
     return {
+        **settings,
         "create_agent": makers.create_agent,
         "agent_args": {},
         "create_env": makers.create_env,

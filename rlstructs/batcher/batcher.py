@@ -205,6 +205,7 @@ class RL_Batcher:
         device: torch.device | str = "cpu",
         episode_seeds: bool = False,
         clip_actions: bool = False,
+        threads: bool = False,
         **settings: Any,
     ) -> Self:
         """Makes a batcher of environments that reset themselves; shorter than the constructor.
@@ -226,6 +227,9 @@ class RL_Batcher:
             clip_actions: give gymnasium's environments the actions of a Box clipped to its bounds, as Stable-Baselines3
                 does; trajectories keep them as they were drawn, with their `log_prob`. False gives environments what
                 was drawn, beyond the bounds, too.
+            threads: step each environment in a thread of its own, for environments that wait for another process, a
+                server or a device: see `GymEnvThreads`, whose `min_ready`, `max_wait`, `deadline`, `step_timeout` and
+                `on_env_timeout` may be given too. Only for single environments.
             settings: further arguments of the constructor, by name.
 
         Raises:
@@ -239,9 +243,9 @@ class RL_Batcher:
             [[10, 10, 10, 10], [10, 10, 10, 10]]
         """
         arguments = constructor_arguments(
-            cls, env, agent, n_envs, n_workers, env_args, device, episode_seeds, clip_actions, settings
+            cls, env, agent, n_envs, n_workers, env_args, device, episode_seeds, clip_actions, threads, settings
         )
-        return cls(n_timesteps, seeds=seed, **arguments, **settings)
+        return cls(n_timesteps, seeds=seed, **arguments)
 
     def rollouts(self, n_steps: int | None = None) -> Iterator[Trajectories]:
         """Yields one rollout after another, as `execute` and `get` do.

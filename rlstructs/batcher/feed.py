@@ -23,7 +23,6 @@ from rlstructs.replay.rows.lanes import HEAD, RESERVED
 from rlstructs.replay.rows.store import Storage
 from rlstructs.rollout.feeding import FedMemory, Feed
 from rlstructs.shared.layout import Layout
-from rlstructs.shared.reading import specs_of_steps
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -317,7 +316,7 @@ class Feeding:
         if owner is not None and owner is not life and not owner.is_closed:
             raise StateError("feed: another batcher feeds this memory: close it first, or call its feed(None)")
         example = _make_example(self._transport.layout)
-        names = own.choose_names([*example.trajectories, POLICY_VERSION]) if names is None else dict(names)
+        names = own.choose_names([*{*example.trajectories, POLICY_VERSION}]) if names is None else dict(names)
         if not names:
             raise SpecError("feed: names is empty; expected names of columns and the keys that they get")
         fed = self._prepare_workers(own, example, names, life)
@@ -428,7 +427,7 @@ def _stop_feeding(life: Lifecycle) -> None:
 
 def _make_example(layout: Layout) -> Trajectories:
     """Makes one step of zeros, with the keys, shapes and dtypes of rollouts."""
-    specs = specs_of_steps(layout.observation, layout.action)
-    steps = {name: torch.zeros(1, 1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in specs.items()}
+    specs = layout.steps.items()
+    steps = {name: torch.zeros(1, 1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in specs}
     info = {name: torch.zeros(1, *shape, dtype=dtype, device="cpu") for name, (shape, dtype) in ROW_INFO.items()}
     return Trajectories(DictTensor(info), TemporalDictTensor(steps, torch.ones(1, dtype=torch.int64, device="cpu")))

@@ -16,7 +16,7 @@ from rlstructs.rollout.job import JobFactory
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.shared import weights
-from rlstructs.shared.layout import Layout
+from rlstructs.shared.layout import COUNT, FIRST_BEHIND, Layout
 from rlstructs.shared.slots import SlotBuffers
 from rlstructs.structures.arrays import specs_of
 from rlstructs.trace.board import Board
@@ -89,6 +89,8 @@ def find_contents(supervisor: Supervisor, settings: JobSettings, n_timesteps: in
     info = {f"agent_state/{key}": spec for key, spec in specs.state.items()}
     for name, example in (("agent_info", settings.agent_info), ("env_info", settings.env_info)):
         info.update({f"{name}/{key}": spec for key, spec in specs_of(example).items()})
+    if specs.has_step_versions:
+        info[FIRST_BEHIND] = COUNT
     ends = itertools.accumulate(size * n_envs for size in sizes)
     blocks = [range(end - size * n_envs, end) for size, end in zip(sizes, ends, strict=True)]
     n_elems = n_envs * sum(sizes)

@@ -13,9 +13,9 @@ import torch
 from rlstructs.batcher import arguments
 from rlstructs.batcher.worker_record import Records, RolloutOrder
 from rlstructs.episodes import NAMES_OF_STEPS, EpisodeTracker
-from rlstructs.shared.layout import Layout
+from rlstructs.shared.layout import FIRST_BEHIND, POLICY_VERSION, Layout
 from rlstructs.shared.loan import Loan
-from rlstructs.shared.reading import specs_of_steps
+from rlstructs.shared.reading import step_versions
 from rlstructs.shared.slot_columns import columns_of, write_columns
 from rlstructs.shared.slots import ALL_ROLLOUTS, SlotBuffers, Slots
 from rlstructs.shared.weights import Parcel
@@ -120,9 +120,8 @@ class Transport:
 
     def check_out(self, out: Trajectories, n_rows: int | None = None) -> None:
         """Raises unless a rollout of so many rows fits into `out`; None for the most that the next one may have."""
-        steps = specs_of_steps(self.layout.observation, self.layout.action)
         size = self.max_rows() if n_rows is None else n_rows, self.layout.n_timesteps
-        arguments.check(out, {**self.layout.info, **ROW_INFO}, steps, size)
+        arguments.check(out, {**self.layout.row_info, **ROW_INFO}, self.layout.steps, size)
 
     def n_running(self) -> int:
         """The number of environments that run."""
@@ -315,24 +314,42 @@ class Batch:
         """Joins rows of several slot buffers in the order of the batch."""
         return parts[0] if self._order is None else np.concatenate(parts)[self._order]
 
-    def _wrap(self, info: Mapping[str, torch.Tensor], steps: Mapping[str, torch.Tensor]) -> Trajectories:
+    def _wrap(self, info: dict[str, torch.Tensor], steps: Mapping[str, torch.Tensor]) -> Trajectories:
         """The trajectories of an info and steps of this batch."""
+        versions = self._take_versions(info)
+        if isinstance(steps, Loan):
+            steps.copies.update(versions)
+        elif versions:
+            steps = {**steps, **versions}
         found = TemporalDictTensor.trusted(steps, self.lengths, self.first_steps)
         return Trajectories.trusted(DictTensor.trusted(info), found)
+
+    def _take_versions(self, info: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The policy version of each step, (B, T), where steps have their own; takes what it needs from the info."""
+        behind = info.pop(FIRST_BEHIND, None)
+        if behind is None:
+            return {}
+        return {POLICY_VERSION: step_versions(info[POLICY_VERSION], behind, self.lengths, self.n_timesteps)}
 
     def read(self, out: Trajectories | None = None) -> Trajectories:
         """Copies the batch into new memory, or into `out`, which was checked before."""
         info = self._info()
         if out is None:
             return self._wrap(info, self._steps())
+        versions = self._take_versions(info)
         kept = arguments.cut(out, len(self.lengths), self.n_timesteps)
         for key, tensor in info.items():
             kept.info[key].copy_(tensor)
+        for key, tensor in versions.items():
+            kept.trajectories[key].copy_(tensor)
         kept.lengths.copy_(self.lengths)
         first_steps = self.first_steps
         if kept.trajectories.first_steps is not None:
             first_steps = kept.trajectories.first_steps.copy_(first_steps)
-        steps = TemporalDictTensor.trusted(self._steps(dict(kept.trajectories.items())), kept.lengths, first_steps)
+        own = self._steps(dict(kept.trajectories.items()))
+        steps = TemporalDictTensor.trusted(
+            {**own, **{key: kept.trajectories[key] for key in versions}}, kept.lengths, first_steps
+        )
         return Trajectories.trusted(kept.info, steps)
 
     def lend(self) -> Trajectories:

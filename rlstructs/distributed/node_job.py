@@ -229,9 +229,8 @@ class NodeJob:
         """Returns the number of environments of a worker, and the specs of rollouts."""
         layout, statistics = self._engine.layout, self._engine.statistics
         state = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
-        return JobDescription(
-            self._engine.n_envs, Specs(dict(layout.observation), dict(layout.action), state, statistics)
-        )
+        own = dict(layout.observation), dict(layout.action), state, statistics
+        return JobDescription(self._engine.n_envs, Specs(*own, has_step_versions=layout.has_step_versions))
 
     def count_cores(self) -> int:
         """Returns the number of cores of this machine."""

@@ -15,9 +15,9 @@ import torch
 from rlstructs.batcher.transport import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
-from rlstructs.shared.layout import Layout
+from rlstructs.shared.layout import Layout, specs_of_steps
 from rlstructs.shared.packing import Packing, Rows
-from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of, specs_of_steps
+from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of
 from rlstructs.shared.slot_columns import ACTION, FINAL, SEEN
 from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of, tensors_of
 from rlstructs.structures.trajectories import Trajectories

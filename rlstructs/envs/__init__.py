@@ -1,4 +1,4 @@
-"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymVectorEnv`, `DeviceEnv`.
+"""Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymEnvThreads`, `GymVectorEnv`, `DeviceEnv`.
 
 `NormalizeObservation` and `NormalizeReward` wrap any of them. `SharedVectorEnv` is a gymnasium vector environment.
 """
@@ -11,6 +11,7 @@ from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
+    from rlstructs.envs.gym_threads import GymEnvThreads
     from rlstructs.envs.gym_vector import GymVectorEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
@@ -20,6 +21,7 @@ _EXPORTS = {
     "DeviceEnv": "vec_env",
     "GymEnv": "gym_env",
     "GymEnvInf": "gym_env",
+    "GymEnvThreads": "gym_threads",
     "GymVectorEnv": "gym_vector",
     "NormalizeObservation": "normalize",
     "NormalizeReward": "normalize",
@@ -31,6 +33,7 @@ __all__ = [
     "DeviceEnv",
     "GymEnv",
     "GymEnvInf",
+    "GymEnvThreads",
     "GymVectorEnv",
     "NormalizeObservation",
     "NormalizeReward",

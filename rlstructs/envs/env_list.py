@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlstructs.checks import check_count
 from rlstructs.envs.array_values import copy_value, may_share_memory
 from rlstructs.envs.stepping import NO_RESULT, add_origin, check_step, explain_step_error, find_env_name, read_reset
-from rlstructs.errors import SpecError
+from rlstructs.errors import EnvTimeout, SpecError
 from rlstructs.seeding import next_stream
 from rlstructs.trace.lane import RESET, within
 
@@ -50,12 +50,14 @@ class LivesRule(NamedTuple):
         limit: how often each environment may be made anew; None for any number.
         first: the index of the first environment among all, for the log.
         seed: of the worker, unless there was a rule before.
+        only_late: whether only environments are replaced that did not return in time.
     """
 
     make: Callable[[int, int, Any], Any]
     limit: int | None = None
     first: int = 0
     seed: Any = None
+    only_late: bool = False
 
 
 class RestartPolicy(NamedTuple):
@@ -136,8 +138,8 @@ class EnvLives:
             Exception: `error`, if environments are not made anew, if it says that a result or an argument is wrong, or
                 if the limit is reached; or the first one, if the environment has failed too often in a row.
         """
-        rule = self._rule
-        if rule is None or isinstance(error, SpecError):
+        rule, is_late = self._rule, isinstance(error, EnvTimeout)
+        if rule is None or isinstance(error, SpecError) or (rule.only_late and not is_late):
             raise error
         has_begun = self._n_episodes[k] > 0
         if self._n_episodes[k] > 1 or (has_begun and (in_reset or self._count_steps(k) > 1)):
@@ -162,7 +164,7 @@ class EnvLives:
                 exc_info=error,
             )
             if place != "its constructor":
-                close_in_time(env, rule.first + k)
+                close_in_time(env, rule.first + k, 0.0 if is_late else CLOSE_SECONDS)
             try:
                 return rule.make(k, self.counts[k], self._seed)
             except SpecError:
@@ -180,8 +182,8 @@ class EnvLives:
         return new
 
 
-def close_in_time(env: Any, index: int) -> None:
-    """Closes an environment that has failed, within a time limit.
+def close_in_time(env: Any, index: int, seconds: float = CLOSE_SECONDS) -> None:
+    """Closes an environment that has failed, within so many seconds.
 
     Afterwards it is left to a daemon thread; errors are ignored.
     """
@@ -194,9 +196,9 @@ def close_in_time(env: Any, index: int) -> None:
 
     thread = threading.Thread(target=close, name=f"rlstructs-close-{index}", daemon=True)
     thread.start()
-    thread.join(CLOSE_SECONDS)
+    thread.join(seconds)
     if thread.is_alive():
-        logger.warning("environment %d has failed, and does not close within %g s: it is left", index, CLOSE_SECONDS)
+        logger.warning("environment %d has failed, and does not close within %g s: it is left", index, seconds)
 
 
 # In the place of an observation: the row keeps the one before it.

@@ -150,7 +150,7 @@ class GymEnv(RowDefaults, EnvList):
         self._options = split_options(env_info, len(self._envs))
         seeds, episodes = self._seeds, list(self._episodes)
         try:
-            frames = [self._begin_episode(k, None if seeds is None else seeds[k], k) for k in range(len(self._envs))]
+            frames = self._begin_episodes(range(len(self._envs)), seeds)
         except BaseException:
             self._episodes = episodes  # a reset after an interrupted one needs the same seeds
             raise
@@ -164,7 +164,7 @@ class GymEnv(RowDefaults, EnvList):
         assert self._running is not None
         if which is None:
             which = np.setdiff1d(np.arange(len(self._envs)), self._running)
-        fresh = [self._begin_episode(k, None, row) for row, k in enumerate(which.tolist())]
+        fresh = self._begin_episodes(which.tolist())
         for k in which.tolist():
             self._new_seeds.pop(k, None)
         self._failed = [k for k in self._failed if k not in which]
@@ -183,14 +183,10 @@ class GymEnv(RowDefaults, EnvList):
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         """Steps, and returns rows of its own that stay valid until the next step."""
-        running = check_running(self._running)
+        running, envs = check_running(self._running), self._running_envs
         actions, action_columns = self._actions.read(action, running.size)
-        view, envs = self._after.view, self._running_envs
         if self._ended or self._gone:
-            for row in self._ended:
-                for flag in FLAGS:
-                    view[flag][row] = False
-            self._ended, self._shown, self._gone = [], [], {}
+            self._forget_ends()
         if self._has_episode_seeds:
             episodes = [self._episodes[k] for k in running.tolist()]
             envs = [LoggedEnv(env, episode, self._copy) for env, episode in zip(envs, episodes, strict=True)]
@@ -198,8 +194,26 @@ class GymEnv(RowDefaults, EnvList):
         if lanes.current is not None and lanes.is_timed(self._lives.n_steps):
             envs = lanes.current.time_envs(envs, running.tolist())
         rewards: list[Any] = [None] * running.size
-        frames = self._step_envs(envs, actions, rewards)
-        after = self._after.fill(frames, running)
+        return self._fill_step(self._step_envs(envs, actions, rewards), rewards, action_columns, running)
+
+    def _forget_ends(self) -> None:
+        """Forgets the ends and failures of the last step."""
+        for row in self._ended:
+            for flag in FLAGS:
+                self._after.view[flag][row] = False
+        self._ended, self._shown, self._gone = [], [], {}
+
+    def _fill_step(
+        self, frames: list[Any], rewards: list[Any], action_columns: dict[str, np.ndarray], running: np.ndarray
+    ) -> Step:
+        """Fills the rows of a step.
+
+        Args:
+            frames, rewards: what each environment returned.
+            action_columns: the actions that led there.
+            running: the environments that it has stepped.
+        """
+        after, view = self._after.fill(frames, running), self._after.view
         view["reward"][: running.size] = reward_array(rewards, running)
         for key, leaf in self._last_actions.items():
             view[key][: running.size] = action_columns[leaf.key]
@@ -226,8 +240,12 @@ class GymEnv(RowDefaults, EnvList):
             rows = np.setdiff1d(rows, unreset)
             first = self._fresh.fill(self._shown, rows) if self._autoreset and rows.size else None
         kept = np.delete(np.arange(running.size), leaving)
-        self._set_running(running[kept])
+        self._stop(running, kept)
         return Step(after, rows if self._autoreset else NO_ROWS, first, kept, failed=failed)
+
+    def _stop(self, running: np.ndarray, kept: np.ndarray) -> None:
+        """Takes all but the `kept` rows of these environments from those that run."""
+        self._set_running(running[kept])
 
     def _set_running(self, running: np.ndarray) -> None:
         self._running, self._running_envs = running, [self._envs[k] for k in running.tolist()]
@@ -269,6 +287,10 @@ class GymEnv(RowDefaults, EnvList):
         self._episodes[k] = None
         self._failed.append(k)
 
+    def _begin_episodes(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> list[Any]:
+        """Resets these environments, with these seeds, if any; returns copies of their observations."""
+        return [self._begin_episode(k, None if seeds is None else seeds[k], row) for row, k in enumerate(which)]
+
     def _begin_episode(self, k: int, seed: int | None, row: int) -> Any:
         """Resets environment k, which is made anew if it fails; returns a copy of its observation."""
         return self._copy(self._begin(k, self._start_episode, seed, row)[0])
@@ -291,10 +313,14 @@ class GymEnv(RowDefaults, EnvList):
         return observation
 
     def _copy(self, observation: Any) -> Any:
-        """Copies the entries of the space: the environment may write into the observation again."""
-        if isinstance(observation, np.ndarray):
-            return observation.copy()
-        return copy_sample(self.observation_space, observation)
+        return copy_observation(self.observation_space, observation)
+
+
+def copy_observation(space: gymnasium.Space[Any], observation: Any) -> Any:
+    """Copies the entries of the space: the environment may write into the observation again."""
+    if isinstance(observation, np.ndarray):
+        return observation.copy()
+    return copy_sample(space, observation)
 
 
 @set_module("rlstructs")

@@ -12,8 +12,8 @@ when it replies. An evaluation uses the shared statistics and gathers nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from rlstructs.envs.row_env import (
     RowDefaults,
     SharedStatistics,
     Step,
+    WaitingEnv,
     load_statistics,
     step_pairs,
     take_statistics,
@@ -54,6 +55,7 @@ class NormalizingEnv(RowDefaults):
             raise TypeError(f"{type(self).__name__} needs a VecEnv, such as GymEnvInf, got {type(env).__name__}")
         self._wrapped, self._env = env, row_env(env)
         self._running = np.arange(env.n_envs())
+        self.pace, self.replaces_late = self._env.pace, self._env.replaces_late
         # By the name of their statistics; None until an observation shows which keys there are.
         self._scales: dict[str, Scale] | None = None
         self._loaded: tuple[Mapping[str, Moments], bool] | None = None
@@ -129,9 +131,18 @@ class NormalizingEnv(RowDefaults):
 
         `target` is not used.
         """
-        step = self._normalize_step(self._env.step_rows(action))
+        return self._take_step(self._running, self._env.step_rows(action))
+
+    def collect_rows(self, until: float | None, is_over: Callable[[], bool] | None) -> tuple[np.ndarray, Step]:
+        """Waits for steps; see `WaitingEnv.collect_rows`."""
+        rows, step = cast(WaitingEnv, self._env).collect_rows(until, is_over)
+        return rows, self._take_step(rows, step)
+
+    def _take_step(self, rows: np.ndarray, step: Step) -> Step:
+        """Normalises a step of these environments."""
+        step = self._normalize_step(step, rows)
         if step.kept is not None:
-            self._running = self._running[step.kept]
+            self._running = np.setdiff1d(self._running, np.delete(rows, step.kept))
         return step
 
     def take_statistics(self) -> dict[str, Moments]:
@@ -183,8 +194,8 @@ class NormalizingEnv(RowDefaults):
         """
         return self._normalize_first(rows)
 
-    def _normalize_step(self, step: Step) -> Step:
-        """Normalises a step."""
+    def _normalize_step(self, step: Step, rows: np.ndarray) -> Step:
+        """Normalises a step of the environments `rows`."""
         raise NotImplementedError
 
     def _add_keys(self, rows: Rows) -> Rows:
@@ -271,7 +282,7 @@ class NormalizeObservation(NormalizingEnv):
             scale.apply(values)
         return rows
 
-    def _normalize_step(self, step: Step) -> Step:
+    def _normalize_step(self, step: Step, rows: np.ndarray) -> Step:
         after, fresh = self._arrays(step.after), None if step.fresh is None else self._arrays(step.fresh)
         # The fresh rows that are first observations; others were counted among the rows after the step.
         is_first = None if fresh is None else after["done"][step.reset].astype(bool)
@@ -356,24 +367,22 @@ class NormalizeReward(NormalizingEnv):
 
     def _normalize_restarted(self, rows: Rows, still_running: np.ndarray) -> Rows:
         returns = np.zeros(self.n_envs())
-        returns[still_running] = self._returns[: still_running.size]
-        self._returns = returns[self._running]
+        returns[still_running] = self._returns[still_running]
+        self._returns = returns
         return self._normalize_rows(rows, _record(rows))
 
-    def _normalize_step(self, step: Step) -> Step:
+    def _normalize_step(self, step: Step, rows: np.ndarray) -> Step:
         record = _record(step.after)
-        self._returns *= self._gamma
-        self._returns += record["reward"]
+        returns = self._returns[rows] * self._gamma + record["reward"]
         if step.idle.size or step.failed.size:
-            self._returns[step.idle] = 0
-            self._scale.add(np.delete(self._returns, np.union1d(step.idle, step.failed)))
+            returns[step.idle] = 0
+            self._scale.add(np.delete(returns, np.union1d(step.idle, step.failed)))
         else:
-            self._scale.add(self._returns)
+            self._scale.add(returns)
         done = record["done"]
         if done.any():
-            self._returns[done.astype(bool)] = 0
-        if step.kept is not None:
-            self._returns = self._returns[step.kept]
+            returns[done.astype(bool)] = 0
+        self._returns[rows] = returns
         fresh = None if step.fresh is None else self._normalize_rows(step.fresh, _record(step.fresh))
         return step._replace(after=self._normalize_rows(step.after, record), fresh=fresh)
 

@@ -5,7 +5,7 @@ Its rows are in numpy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,6 +41,20 @@ class Step(NamedTuple):
     kept: np.ndarray | None
     idle: np.ndarray = NO_ROWS
     failed: np.ndarray = NO_ROWS
+
+
+class Pace(NamedTuple):
+    """When the agent is called for environments that are each stepped on their own, and when a rollout ends.
+
+    Attributes:
+        min_ready: how many of them have to be ready before the agent is called.
+        max_wait: the seconds after the first one is ready in which that has to be; None for any number.
+        deadline: the seconds after which a rollout ends; None to end it with the last environment's T steps.
+    """
+
+    min_ready: int = 1
+    max_wait: float | None = None
+    deadline: float | None = None
 
 
 class SharedStatistics(Protocol):
@@ -159,6 +173,19 @@ class RowEnv(Protocol):
         """
         ...
 
+    @property
+    def pace(self) -> Pace | None:
+        """How environments that are each stepped on their own are served; then it is a `WaitingEnv`.
+
+        None for environments that are stepped together.
+        """
+        ...
+
+    @property
+    def replaces_late(self) -> bool:
+        """Whether environments that do not return in time are replaced, whatever becomes of others that fail."""
+        ...
+
     def shared_statistics(self) -> SharedStatistics | None:
         """The statistics that all workers share; None if the environments keep none."""
         ...
@@ -191,6 +218,35 @@ class SplitEnv(RowEnv, Protocol):
         ...
 
 
+class WaitingEnv(RowEnv, Protocol):
+    """Environments that are each stepped on their own."""
+
+    def start_rows(self, which: np.ndarray, action: DictTensor) -> None:
+        """Starts a step of some environments, without waiting for it.
+
+        Args:
+            which: int64 (K,), ascending; none of them is in a step.
+            action: a row for each of them.
+        """
+        ...
+
+    def collect_rows(self, until: float | None, is_over: Callable[[], bool] | None) -> tuple[np.ndarray, Step]:
+        """Waits for as many environments as the pace says; returns them, int64 (K,), ascending, and their steps.
+
+        K may be 0 if the wait ended early.
+
+        Args:
+            until: the time of `time.monotonic` at which to stop waiting; None for no such time.
+            is_over: called at times; the wait ends if it returns True. None to wait in any case.
+        """
+        ...
+
+    @property
+    def under_way(self) -> np.ndarray:
+        """The environments whose step was started and not collected, int64, ascending."""
+        ...
+
+
 class RowDefaults:
     """Default members of a `RowEnv` that can do no more than a `VecEnv`.
 
@@ -198,6 +254,8 @@ class RowDefaults:
     """
 
     writes_rows = False
+    replaces_late: bool = False
+    pace: Pace | None = None
 
     @property
     def may_idle(self) -> bool:

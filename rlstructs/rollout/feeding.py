@@ -13,6 +13,8 @@ import torch
 
 from rlstructs.replay.intake.trajectories import POLICY_VERSION
 from rlstructs.replay.rows.store import Storage
+from rlstructs.shared.layout import FIRST_BEHIND
+from rlstructs.shared.reading import step_versions
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -87,5 +89,9 @@ class Feed:
             POLICY_VERSION: torch.full((slots.n,), self.version_before + version, dtype=torch.int64, device="cpu"),
         }
         lengths, first_steps = torch.from_numpy(slots.lengths), torch.from_numpy(slots.first_steps)
-        steps = TemporalDictTensor.trusted(slots.lend(None, n_timesteps), lengths, first_steps)
+        loan = slots.lend(None, n_timesteps)
+        if slots.layout.has_step_versions:
+            behind = slots.column(FIRST_BEHIND)
+            loan.copies[POLICY_VERSION] = step_versions(info[POLICY_VERSION], behind, lengths, n_timesteps)
+        steps = TemporalDictTensor.trusted(loan, lengths, first_steps)
         self.writer.add_trajectories(Trajectories.trusted(DictTensor.trusted(info), steps), self.names)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rlstructs.checks import call_factory, check_methods
 from rlstructs.copying import copy_arguments
 from rlstructs.envs.env_list import RESTART, LivesRule
 from rlstructs.envs.row_adapter import row_env
-from rlstructs.envs.row_env import RowEnv, load_statistics, take_statistics
+from rlstructs.envs.row_env import RowEnv, WaitingEnv, load_statistics, take_statistics
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
@@ -30,6 +30,7 @@ from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, RolloutReply, WorkerProgress
 from rlstructs.rollout.rollout import ActingAgent, acquire
+from rlstructs.rollout.waiting import acquire_waiting
 from rlstructs.seeding import PrivateStreams, life_seed, seed_global_streams
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.packing import Rows
@@ -208,7 +209,12 @@ class RolloutJob:
         cuts, index, progress = self._cuts, self.index, self.progress
         acting_agent = ActingAgent(self.agent, self.settings.device, self._lane, lambda: cuts[index] > number)
         own = [buffers[number % len(buffers)] for buffers in self._group_slots]
-        progress.groups = acquire(acting_agent, self._groups, own, progress.groups, slots.info("agent_info/"))
+        info = slots.info("agent_info/")
+        if self.env.pace is not None:
+            env, n_updates = cast(WaitingEnv, self.env), progress.n_updates
+            progress.groups = [acquire_waiting(acting_agent, env, slots, progress.groups[0], info, n_updates)]
+            return
+        progress.groups = acquire(acting_agent, self._groups, own, progress.groups, info)
 
     @during(lanes.UPDATE)
     def update(self, packed: Packed) -> tuple[int, ...]:
@@ -218,6 +224,7 @@ class RolloutJob:
         """
         with FailureGuard(self):
             update_agent(self.agent, self._inbox.unpack(packed))
+            self.progress.n_updates += 1
         return self._inbox.held_versions()
 
     def renew(self, seeds: Sequence[int], agent_seeds: Sequence[int] | None, clocks: Sequence[tuple[Any, ...]]) -> None:
@@ -332,8 +339,9 @@ class RolloutJob:
 
     def _set_lives(self, env: RowEnv, seed: int) -> None:
         settings, first = self.settings, (self.settings.first_worker + self.index) * env.n_envs()
-        rule = LivesRule(partial(self._make_one, first), settings.max_env_restarts, first, seed)
-        env.set_lives(rule if settings.on_env_failure == RESTART else None)
+        is_on = settings.on_env_failure == RESTART
+        rule = LivesRule(partial(self._make_one, first), settings.max_env_restarts, first, seed, only_late=not is_on)
+        env.set_lives(rule if is_on or env.replaces_late else None)
 
     def _make_one(self, first: int, k: int, number: int, seed: int) -> Any:
         """Makes environment k anew, for the `number`-th time.
@@ -395,7 +403,8 @@ class RolloutJob:
             finally:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
-        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept, hint)
+        pace = env.pace
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept, hint, pace is not None)
 
 
 class Stoppable(Protocol):

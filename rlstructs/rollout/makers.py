@@ -37,6 +37,7 @@ class Makers:
         device: the device of the observations.
         kind: makes a vectorised environment of single ones.
         clip_actions: whether gymnasium environments get actions clipped to the bounds of their Box.
+        needs_single: whether the function has to make single environments, which run in threads.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Makers:
         device: torch.device | str = "cpu",
         kind: Callable[..., GymEnv] = GymEnvInf,
         clip_actions: bool = False,
+        needs_single: bool = False,
     ) -> None:
         self._make, self._agent, self._n_envs, self._device, self._kind = env, agent, n_envs, device, kind
-        self._clips = clip_actions
+        self._clips, self._needs_single = clip_actions, needs_single
         self._spaces: dict[str, Any] = {}
         #: Whether the function makes single environments; known once it was called.
         self.makes_single = False
@@ -68,6 +70,11 @@ class Makers:
         if self.makes_single:
             envs = [first, *(self.make_single(seed) for _ in range(self._n_envs - 1))]
             made: Any = self._kind(envs, seed, clip_actions=self._clips)
+        elif self._needs_single:
+            raise SpecError(
+                f"threads=True: needs a function that makes one gymnasium environment, this one made a "
+                f"{type(first).__name__}, whose environments are stepped together"
+            )
         elif isinstance(first, gymnasium.vector.VectorEnv):
             made = GymVectorEnv(first, seed, clip_actions=self._clips)
         elif self._clips:

@@ -151,6 +151,8 @@ class Specs:
     statistics: dict[str, Moments]
     # A warning for the user, if any.
     hint: str | None = None
+    # Whether each step has a policy version of its own, because some are chosen before their rollout begins.
+    has_step_versions: bool = False
 
     def check_like(self, first: Specs, who: str) -> None:
         """Raises unless keys, dtypes and shapes equal those of the first worker."""

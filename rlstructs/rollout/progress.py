@@ -55,6 +55,22 @@ class RolloutReply(NamedTuple):
     env_restarts: dict[int, int] | None = None
 
 
+class Chosen(NamedTuple):
+    """Steps that are under way.
+
+    Attributes:
+        rows: int64 (K,), their environments, ascending.
+        output: what the agent gave for them, K rows.
+        state: the agent's state after that, K rows.
+        versions: int64 (K,), the number of updates that the agent had received, as `WorkerProgress.n_updates`.
+    """
+
+    rows: np.ndarray
+    output: DictTensor
+    state: DictTensor
+    versions: np.ndarray
+
+
 @dataclass
 class Progress:
     """The position at which a rollout stopped and the next one continues.
@@ -64,12 +80,15 @@ class Progress:
         running: int64, the environments that run; 0..E-1 if all do.
         state: state of the agent; None before its first step after a reset.
         begins: int64, which of these rows begin with the agent's initial state, whatever `state` has there.
+        chosen: the steps under way, of environments that are each stepped on their own; `observation` and `state` are
+            those before these steps.
     """
 
     observation: Rows
     running: np.ndarray
     state: DictTensor | None = None
     begins: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    chosen: Chosen | None = None
 
     def join(self, which: np.ndarray, first: Rows) -> Progress:
         """Adds environments in which episodes begin.
@@ -89,7 +108,7 @@ class Progress:
             state = DictTensor.cat([state, DictTensor.trusted(none)]).index(place)
         begins = np.concatenate([self.begins, np.arange(self.running.size, running.size)])
         observation = self.observation.join(first).take(place)
-        return Progress(observation, running[place], state, np.flatnonzero(np.isin(place, begins)))
+        return Progress(observation, running[place], state, np.flatnonzero(np.isin(place, begins)), self.chosen)
 
 
 @dataclass
@@ -101,11 +120,13 @@ class WorkerProgress:
         groups: where the last rollout stopped, for each group of environments that are stepped together, one where
             there are no groups; empty before a reset.
         clock: how the worker has spent its time.
+        n_updates: the number of updates of the agent; the count of a process begins anew, and this one goes on.
     """
 
     next_steps: np.ndarray
     groups: list[Progress] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
+    n_updates: int = 0
 
     @classmethod
     def of_new(cls, n: int) -> WorkerProgress:
@@ -133,6 +154,6 @@ class WorkerProgress:
 
     def go_on(self, other: WorkerProgress) -> None:
         """Continues where another worker was; one without groups begins new episodes, in this worker's own count."""
-        self.groups, self.clock = other.groups, other.clock
+        self.groups, self.clock, self.n_updates = other.groups, other.clock, other.n_updates
         if other.groups:
             self.next_steps = other.next_steps

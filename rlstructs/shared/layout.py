@@ -15,6 +15,17 @@ from rlstructs.structures.arrays import TensorSpec, numpy_specs
 # In bytes: the size of a cache line, and what jax needs to share memory.
 ALIGNMENT = 64
 Specs = Mapping[str, TensorSpec]
+# The column of rows whose first step may be older than their rollout: how many updates its agent lacked, and what
+# becomes of that in what is handed out, the number of updates of each step's agent.
+FIRST_BEHIND, POLICY_VERSION = "first_behind", "policy_version"
+COUNT: TensorSpec = ((), torch.int64)
+
+
+def specs_of_steps(observation: Specs, action: Specs) -> dict[str, TensorSpec]:
+    """Returns the specs of everything that is read of recorded steps, in the order of `sources_of`."""
+    specs = {f"observation/{key}": spec for key, spec in observation.items()}
+    specs |= {f"action/{key}": spec for key, spec in action.items()}
+    return specs | {f"_observation/{key}": spec for key, spec in observation.items()}
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,22 @@ class Layout:
             fields.append(field)
             offset += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
         return fields
+
+    @property
+    def has_step_versions(self) -> bool:
+        """Whether each step has a `policy_version` of its own."""
+        return FIRST_BEHIND in self.info
+
+    @property
+    def steps(self) -> dict[str, TensorSpec]:
+        """Specs of the steps that are handed out, by name."""
+        recorded = specs_of_steps(self.observation, self.action)
+        return recorded | ({POLICY_VERSION: COUNT} if self.has_step_versions else {})
+
+    @property
+    def row_info(self) -> dict[str, TensorSpec]:
+        """Specs of what slots have of a row and is handed out, by name."""
+        return {name: spec for name, spec in self.info.items() if name != FIRST_BEHIND}
 
     def packing(self) -> Packing:
         """Returns the packing of observations into blocks."""

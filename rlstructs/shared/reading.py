@@ -150,11 +150,18 @@ def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray])
     return sources | {f"_observation/{key}": (array, 1) for key, array in seen.items()}
 
 
-def specs_of_steps(observation: Mapping[str, TensorSpec], action: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Returns the specs of everything that is read, in the order of `sources_of`."""
-    specs = {f"observation/{key}": spec for key, spec in observation.items()}
-    specs |= {f"action/{key}": spec for key, spec in action.items()}
-    return specs | {f"_observation/{key}": spec for key, spec in observation.items()}
+def step_versions(versions: torch.Tensor, behind: torch.Tensor, lengths: torch.Tensor, n: int) -> torch.Tensor:
+    """Returns the number of updates of each step's agent, int64 (B, n), with zeros in the padding.
+
+    Args:
+        versions: int64 (B,), of the rollout's agent.
+        behind: int64 (B,), how many of these the agent of the row's first step lacked.
+        lengths: int64 (B,), the number of steps in each row.
+        n: the number of timesteps.
+    """
+    found = versions[:, None].repeat(1, n)
+    found[:, :1] -= behind[:, None]
+    return found * (torch.arange(n, device="cpu") < lengths[:, None])
 
 
 def blocks_of(packing: Packing, columns: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

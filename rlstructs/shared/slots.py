@@ -28,11 +28,11 @@ from rlstructs.checks import hint_batch_first
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
 from rlstructs.shared.compaction import Mover, view_entries
-from rlstructs.shared.layout import Field, Layout
+from rlstructs.shared.layout import Field, Layout, specs_of_steps
 from rlstructs.shared.loan import Loan
 from rlstructs.shared.packing import Packing, Rows
-from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of, specs_of_steps
-from rlstructs.shared.writing import LazyCopies, Steps, make_staged_steps
+from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of
+from rlstructs.shared.writing import LazyCopies, Steps, Time, make_staged_steps
 from rlstructs.structures.arrays import find_true, put, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
@@ -167,11 +167,11 @@ class Slots:
         for key in self._states:
             raw_of(self._columns[STATE + key])[rows] = 0
 
-    def write_reset(self, t: int, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
+    def write_reset(self, t: Time, rows: np.ndarray, finals: Rows, fresh: Rows) -> None:
         """Writes a reset after step t; the fresh observations go to t + 1.
 
         Args:
-            t: the step.
+            t: the step, or that of each of these slots.
             rows: the slots whose environments were reset, (k,).
             finals: their final observations, k rows.
             fresh: the first observations of their next episodes, k rows.

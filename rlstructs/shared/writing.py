@@ -26,6 +26,10 @@ from rlstructs.structures.tree import show
 GAP = 8
 
 
+# A timestep, or int64 (k,): one for each of some rows.
+Time = int | np.ndarray
+
+
 class Steps:
     """The steps of n environments.
 
@@ -58,16 +62,16 @@ class Steps:
         self._action_rows: dict[int, list[tuple[str, np.ndarray]]] = {}
         self._targets: dict[int, Target] = {}
 
-    def write_observation(self, t: int, rows: np.ndarray | None, seen: Rows) -> None:
+    def write_observation(self, t: Time, rows: np.ndarray | None, seen: Rows) -> None:
         """Writes what the agent sees at t, for these rows (None: all)."""
         if rows is None:
-            for name, row in self._row(t)[0].items():
+            for name, row in self._row(t)[0].items():  # type: ignore[arg-type]
                 row[...] = seen.blocks[name]
         else:
             for name, block in self.observation.items():
                 block[rows, t] = seen.blocks[name]
 
-    def write_action(self, t: int, rows: np.ndarray | None, output: DictTensor) -> None:
+    def write_action(self, t: Time, rows: np.ndarray | None, output: DictTensor) -> None:
         """Writes the agent's output at t, for these rows (None: all).
 
         Raises:
@@ -80,7 +84,7 @@ class Steps:
         if rows is not None or len(tensors) != len(self.action):
             self._write_action_slowly(t, rows, tensors)
             return
-        for key, row in self._action_row(t):
+        for key, row in self._action_row(t):  # type: ignore[arg-type]
             tensor = tensors.get(key)
             array = None if tensor is None else raw_of(tensor)
             if array is None or array.shape != row.shape or array.dtype != row.dtype:
@@ -88,7 +92,7 @@ class Steps:
                 return
             row[...] = array
 
-    def _write_action_slowly(self, t: int, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _write_action_slowly(self, t: Time, rows: np.ndarray | None, tensors: Mapping[str, torch.Tensor]) -> None:
         check_output(
             tensors,
             {key: ((len(c) if rows is None else len(rows), *c.shape[2:]), c.dtype) for key, c in self._columns.items()},
@@ -120,7 +124,7 @@ class Steps:
         copies = LazyCopies(row, lambda key: row[key].clone())
         return DictTensor.trusted(copies), weakref.ref(copies)
 
-    def copy_rows(self, t: int, rows: np.ndarray) -> Rows:
+    def copy_rows(self, t: Time, rows: np.ndarray) -> Rows:
         """Copies what the agent sees at t in these rows."""
         return Rows(self._packing, {name: block[rows, t] for name, block in self.observation.items()})
 
