@@ -12,7 +12,7 @@ from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
 from rlstructs.replay.draw.packed import ANCHOR, PackedWindows, in_library
-from rlstructs.replay.draw.plan import CROSS_ENDS, EPISODE_ENDS, Picker, Selection, Uniform, Windows
+from rlstructs.replay.draw.plan import CROSS_ENDS, EPISODE_ENDS, Picker, Selection, Uniform, Windows, check_not_packed
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.rows.store import Storage
 
@@ -92,10 +92,11 @@ class RandomMemory(memory.Memory):
         Raises:
             SpecError: an argument is invalid, or there is nothing to draw.
         """
-        windows = PackedWindows.asked_for(packed, sequence_length or 1, context, max_steps, states)
-        if windows is not None:
+        if packed:
+            windows = PackedWindows.of(sequence_length or 1, context, max_steps, states)
             _check_packed(mini_batches, episode_ends, n_step)
             return self._sample_packed(names, batch_size, windows)
+        check_not_packed(context, max_steps, states)
         names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
         settings = sequence_length, n_step, gamma, episode_ends

@@ -43,17 +43,6 @@ class PackedWindows(NamedTuple):
     states: Mapping[str, str] = {}
 
     @classmethod
-    def asked_for(
-        cls, packed: bool, length: int, context: int, max_steps: int | None, states: Mapping[str, str] | None
-    ) -> PackedWindows | None:
-        """The windows that the arguments of a draw ask for; None for no packs. Raises as `of` does."""
-        if packed:
-            return cls.of(length, context, max_steps, states)
-        if context or max_steps is not None or states:
-            raise SpecError("max_steps, context and states are for packs: set packed=True")
-        return None
-
-    @classmethod
     def of(cls, length: int, context: int, max_steps: int | None, states: Mapping[str, str] | None) -> PackedWindows:
         """Checks the arguments of a draw.
 

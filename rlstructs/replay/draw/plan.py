@@ -8,7 +8,7 @@ anchor are its sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -50,6 +50,12 @@ class Selection:
         self.rows[at] = other.rows
         for name, values in self.fields.items():
             values[at] = other.fields[name]
+
+
+def check_not_packed(context: int, max_steps: int | None, states: Mapping[str, str] | None) -> None:
+    """Raises SpecError if a draw without packs is given settings of packs."""
+    if context or max_steps is not None or states:
+        raise SpecError("max_steps, context and states are for packs: set packed=True")
 
 
 class Picker(Protocol):

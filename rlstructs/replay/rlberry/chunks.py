@@ -15,7 +15,15 @@ from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.packed import ANCHOR, FIRST, PackedWindows, in_library
-from rlstructs.replay.draw.plan import AVOID_ENDS, CROSS_ENDS, EPISODE_ENDS, Selection, Uniform, Windows
+from rlstructs.replay.draw.plan import (
+    AVOID_ENDS,
+    CROSS_ENDS,
+    EPISODE_ENDS,
+    Selection,
+    Uniform,
+    Windows,
+    check_not_packed,
+)
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
 from rlstructs.replay.intake.arrays import host_array, spec_of
@@ -291,7 +299,9 @@ class ChunkReplayBuffer(Buffer):
         n = check_count("batch_size", batch_size)
         if unknown := set(self._reading.stack_keys or ()) - self._intake.tags.keys():
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
-        packs = PackedWindows.asked_for(packed, length, context, max_steps, states)
+        packs = PackedWindows.of(length, context, max_steps, states) if packed else None
+        if packs is None:
+            check_not_packed(context, max_steps, states)
         if not self._storage.view(1 if packed else length).total:
             return None
         if packs is not None:

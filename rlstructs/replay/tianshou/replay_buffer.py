@@ -14,6 +14,7 @@ from rlstructs.checks import check_count, clean_text
 from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.packed import PackedWindows
+from rlstructs.replay.draw.plan import check_not_packed
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import flat_items, host_array
 from rlstructs.replay.intake.intake import FILL, GROW
@@ -387,11 +388,12 @@ class ReplayBuffer(Buffer):
         own = type(self)
         by_index = own.__getitem__ is not ReplayBuffer.__getitem__
         is_own = by_index or own.sample_indices is not ReplayBuffer.sample_indices
-        windows = PackedWindows.asked_for(packed, sequence_length, context, max_steps, states)
-        if windows is not None:
+        if packed:
+            windows = PackedWindows.of(sequence_length, context, max_steps, states)
             if is_own:
                 raise SpecError(f"sample: {own.__name__} chooses or reads rows in its own way, and has no packs")
             return self._table.read_whole(self._reader.sample_packed, batch_size, windows)
+        check_not_packed(context, max_steps, states)
         if is_own:
             return self._table.read_whole(self._reader.sample_by, self, batch_size, by_index)
         return self._table.read_whole(self._reader.sample, batch_size)

@@ -333,7 +333,7 @@ class Draws:
         self.lock, self._store, self._reading = parts.lock, parts.store, parts.reading
         self._rng, self.clock = parts.stream.generator, parts.store.clock
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
-        self.sampler, self._transform, self.n_transforms = parts.sampler, parts.transform, len(parts.transform)
+        self.sampler, self._transform, self.n_transforms = parts.sampler, parts.transform, len(parts.transform.parts)
         self._specs, self._axes, self._export = parts.store.columns.specs, parts.axes, parts.export
         # Whether each draw is one row of a batch.
         self._is_flat = type(parts.sampler).flat is Sampler.flat
@@ -391,7 +391,7 @@ class Draws:
                 if not is_mapping(batch):
                     raise TypeError(f"collate_fn must return a batch with keys, got {type(batch).__name__}")
                 batch = _add_columns(batch, info if with_info else {})
-        if len(self._transform):
+        if self.n_transforms:
             batch = self._transform(batch)
             if with_info:  # a transform may have dropped columns
                 has = tensordicts.has if tensordicts.is_tensordict(batch) else operator.contains

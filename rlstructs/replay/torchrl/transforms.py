@@ -53,20 +53,23 @@ class Compose(Transform):
     Args:
         transforms: each a `Transform`, or any function of a batch that returns one, such as a module of torch; if it
             has an `inv`, rows that are written pass through that.
+
+    Attributes:
+        parts: the transforms.
     """
 
     def __init__(self, *transforms: Any) -> None:
-        self._transforms = [as_transform(each) for each in transforms]
+        self.parts = [as_transform(each) for each in transforms]
 
     def forward(self, batch: Any) -> Any:
-        for transform in self._transforms:
+        for transform in self.parts:
             batch = transform(batch)
             if batch is None:
                 raise TypeError(f"{_name(transform)} returned None, not a batch")
         return batch
 
     def inv(self, batch: Any) -> Any:
-        for transform in reversed(self._transforms):
+        for transform in reversed(self.parts):
             batch = transform.inv(batch)
             if batch is None:
                 return None
@@ -75,11 +78,11 @@ class Compose(Transform):
     @property
     def has_inverse(self) -> bool:
         """Whether a transform changes rows that are written."""
-        return any(map(_has_inverse, self._transforms))
+        return any(map(_has_inverse, self.parts))
 
     def append(self, transform: Any) -> None:
         """Adds a transform at the end."""
-        self._transforms.append(as_transform(transform))
+        self.parts.append(as_transform(transform))
 
     def insert(self, index: int, transform: Any) -> None:
         """Adds a transform before the `index`-th; a negative index counts from the end.
@@ -87,26 +90,21 @@ class Compose(Transform):
         Raises:
             SpecError: there is no such place.
         """
-        n = len(self._transforms)
+        n = len(self.parts)
         if not -n <= index <= n:
             raise SpecError(f"index {index} is not in [{-n}, {n}]: there are {n} transforms")
-        self._transforms.insert(index, as_transform(transform))
-
-    @property
-    def parts(self) -> list[Transform]:
-        """The transforms, in a new list."""
-        return list(self._transforms)
+        self.parts.insert(index, as_transform(transform))
 
     def __len__(self) -> int:
-        return len(self._transforms)
+        return len(self.parts)
 
     def __getitem__(self, index: int) -> Any:
         """Returns the `index`-th transform, as it was given."""
-        found = self._transforms[index]
+        found = self.parts[index]
         return found.function if isinstance(found, FunctionTransform) else found
 
     def __repr__(self) -> str:
-        return f"Compose({', '.join(map(_name, self._transforms))})"
+        return f"Compose({', '.join(map(_name, self.parts))})"
 
 
 class Inverted(Transform):
