@@ -306,6 +306,7 @@ class Engine:
         """Releases the memory."""
         self._transport.close()
         self._feeding.forget()
+        self.board.close()
         for arena in self.arenas:
             arena.close()
 

@@ -59,6 +59,12 @@ class Board:
         """The memory, to be sent to workers."""
         return self._arena
 
+    def close(self) -> None:
+        """Frees the memory, if no timeline is being written. Idempotent."""
+        self.lane.detach()
+        self._bytes = memoryview(b"")
+        self._arena.close()
+
     def write_facts(self, **facts: Any) -> None:
         """Adds facts for readers."""
         text = json.dumps({**self.facts, **facts}).encode()

@@ -76,7 +76,8 @@ class Lane:
         phase: int = ORDERLESS,
     ) -> None:
         self.cells: Any = [0] * N_CELLS if cells is None else cells
-        self._ring, self._wanted, self._traces = ring, is_traced, 0
+        self._ring: memoryview | None = ring
+        self._wanted, self._traces = is_traced, 0
         self.cells[PID] = os.getpid()
         self.thread = threading.get_ident()
         self.enter, self.note, self._position = _make_marks(self.cells, None, phase, perf_counter_ns())
@@ -84,6 +85,11 @@ class Lane:
         self._schedule: Descriptor | None = None
         self._looked, self._cpu, self._delay = 0, 0, 0
         self.look()
+
+    def detach(self) -> None:
+        """Goes on in memory of its own, so that nothing holds the shared memory."""
+        self.cells, self._ring, self._wanted, self._traces = list(self.cells), None, (0,), 0
+        self.enter, self.note, self._position = _make_marks(self.cells, None, *self._position())
 
     def look(self) -> None:
         """Begins or ends the recording of events, as the trainer wants it."""

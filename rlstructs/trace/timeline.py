@@ -43,24 +43,21 @@ class Timeline:
         board: of the trainer, which makes the timeline.
 
     Attributes:
-        n_lost: events that were overwritten before they were read.
+        n_lost: events that were overwritten before they were read; known after `close`.
     """
 
     def __init__(self, path: str | Path, board: Board) -> None:
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
-        self._board, self._start = board, perf_counter_ns()
+        self._start = perf_counter_ns()
         facts = board.facts
+        self._pid, self._is_traced, self.n_lost = facts["pid"], board.is_traced, 0
         n_lanes = facts["n_lanes"] + 1
         self._readers = [LaneReader(board, row, facts["pid"], self._start) for row in range(n_lanes)]
         self._write(self._describe(facts))
-        self._ended, self._lock = threading.Event(), threading.Lock()
-        board.is_traced[0] = self._start  # unlike any earlier one: lanes notice that it began anew
+        self._ended = threading.Event()
+        self._is_traced[0] = self._start  # unlike any earlier one: lanes notice that it began anew
         self._thread = threading.Thread(target=self._run, name="rlstructs-timeline", daemon=True)
         self._thread.start()
-
-    @property
-    def n_lost(self) -> int:
-        return sum(reader.n_lost for reader in self._readers)
 
     def __enter__(self) -> Timeline:
         return self
@@ -74,11 +71,13 @@ class Timeline:
             return
         self._ended.set()
         self._thread.join()
-        self._board.is_traced[0] = 0
+        self._is_traced[0] = 0
         now = perf_counter_ns()
         self._write(self._read_all())
         self._write(line for reader in self._readers for line in reader.end(now))
-        last = {"name": "rlstructs_end", "ph": "M", "pid": self._board.facts["pid"], "args": {"lost": self.n_lost}}
+        self.n_lost = sum(reader.n_lost for reader in self._readers)
+        self._readers, self._is_traced = [], memoryview(b"")  # nothing holds the shared memory
+        last = {"name": "rlstructs_end", "ph": "M", "pid": self._pid, "args": {"lost": self.n_lost}}
         self._file.write(json.dumps(last) + "\n]\n")
         self._file.close()
 
