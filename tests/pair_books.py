@@ -83,7 +83,8 @@ def _wrong_told(steps, info, seen, starts, case):
         yield "env_info is another one", seen[..., OPTION] != array(info["env_info/option"])[:, None]
     if case["agent"] == "module":
         return
-    versions = array(info["policy_version"])[:, None]
+    # Where a step may be older than its rollout, each has its own.
+    versions = array(steps["policy_version"] if "policy_version" in steps else info["policy_version"][:, None])
     yield "the agent has had other updates", array(steps["action/version"]) != versions
     if case["info"] in ("agent_info", "both"):
         yield "agent_info is another one", array(steps["action/offset"]) != array(info["agent_info/offset"])[:, None]
