@@ -3,9 +3,9 @@
     python benchmarks/scores.py [--rows ppo dqn ...] [--seeds 0 1 2 3 4] [--out scores.jsonl] [-- --n-eval 20 ...]
     python benchmarks/scores.py --table
 
-By itself it trains what has a target, about half an hour on two cores, and SB3's PPO too where that is installed. The
-others run when `--rows` names them: Pong and HalfCheetah take long, one seed (`--seeds 0`) may do. What follows `--` is
-added to every command. Runs take turns, one at a time, and each appends a line to `--out`:
+By itself it trains what has a target, about three quarters of an hour on two cores, and SB3's PPO too where that is
+installed. The others run when `--rows` names them: Pong and HalfCheetah take long, one seed (`--seeds 0`) may do. What
+follows `--` is added to every command. Runs take turns, one at a time, and each appends a line to `--out`:
 
     {"row": "ppo", "commit": "1c431aa", "command": "examples/ppo.py --n-steps 198656 --seed 0", "seed": 0,
      "task": "CartPole-v1", "score": 500.0, "steps": 198656, "steps_per_second": 9120, "waiting": 0.09, "seconds": 28.3}
