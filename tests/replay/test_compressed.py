@@ -102,6 +102,27 @@ def test_wrapping_rings_take_the_memory_of_the_rows_that_they_hold():
         assert made.nbytes <= before + 2 * SEGMENT
 
 
+def test_memory_that_rows_may_never_take_is_neither_needed_nor_shared():
+    memory = RandomMemory(400_000, 2, compression="zstd", device="cpu")
+    memory.create_tensor("frame", 600_000, "uint8")  # 480 GB
+    frame = np.arange(2, dtype=np.uint8).repeat(600_000).reshape(2, -1)
+    memory.add_samples(frame=frame)
+    memory.share_memory()
+    memory.add_samples(frame=frame[::-1])
+    [[found]] = memory.sample_all(["frame"])
+    np.testing.assert_array_equal(found[:, 0], [0, 1, 1, 0])
+
+
+def test_more_rows_than_places_can_name_are_an_error_before_anything_changes():
+    made = Storage(2, 1_000_000_000)
+    made.columns.compression = Compression.of("zstd")
+    with pytest.raises(
+        SpecError, match=r"compression of 'frame': 2,000,000,000 rows of 7,056 bytes may need 2.* bytes"
+    ):
+        made.add_columns({"frame": FRAME})
+    assert not made.columns.specs
+
+
 def test_rows_that_are_replaced_at_random_never_run_out_of_memory():
     rng, made = np.random.default_rng(0), store(1, 100, specs={"frame": FRAME})
     block = made.columns._blocks["frame"]
@@ -147,9 +168,7 @@ def test_a_column_that_cannot_be_compressed_is_named_before_anything_changes(mon
     monkeypatch.setattr(compressed, "LEAST", 64)
     buffer = ReplayBuffer(10, compression={"obs": "zstd"})
     row = {"obs": np.zeros(3), "act": 0, "rew": 0.0, "terminated": False, "truncated": False}
-    with pytest.raises(
-        SpecError, match=r"compression of 'obs': its rows are 24 bytes, expected 64 to 16,777,215 bytes"
-    ):
+    with pytest.raises(SpecError, match=r"compression of 'obs': its rows are 24 bytes, expected 64 to 8,388,607 bytes"):
         buffer.add(row)
     assert len(buffer) == 0
     buffer.add({**row, "obs": np.zeros(100)})

@@ -99,10 +99,10 @@ class SharedBlock:
     # torch's storage of the bytes.
     _storage: Any = None
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, sparse: bool = False) -> None:
         self._nbytes = nbytes
         self._arena = SharedArena()
-        self._arena.resize(max(nbytes, 1))
+        self._arena.resize(max(nbytes, 1), expected=0 if sparse else None)
 
     def bytes(self) -> np.ndarray:
         return np.frombuffer(self._arena.map(), np.uint8, self._nbytes)
@@ -139,7 +139,7 @@ class Shared:
     has_records = True
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        return SharedBlock(nbytes)
+        return SharedBlock(nbytes, sparse)
 
 
 class Folder:

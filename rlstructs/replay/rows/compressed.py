@@ -27,8 +27,8 @@ from rlstructs.replay.rows.spec import Spec
 # on any column can be.
 LARGE, LEAST = 512, 64
 # Bits of an entry of the table for the number of bytes; the rest is the place.
-LENGTH_BITS = 24
-LENGTH_MASK = (1 << LENGTH_BITS) - 1
+LENGTH_BITS = 23
+LENGTH_MASK, MOST_BYTES = (1 << LENGTH_BITS) - 1, 1 << (63 - LENGTH_BITS)
 # Bytes of a segment, unless a row is larger.
 SEGMENT = 1 << 16
 # Of a lane: the segment that is written, its bytes that are taken, and how many segments were ever written.
@@ -159,6 +159,11 @@ class CompressedBlock:
         self._segment = max(spec.nbytes, min(SEGMENT, spec.nbytes * ids.capacity))
         # Twice as many as the rows need if none becomes smaller: rows that are replaced leave gaps.
         self._n_segments = 2 * math.ceil(ids.capacity / (self._segment // spec.nbytes)) + 2
+        if (n_bytes := ids.n_lanes * self._n_segments * self._segment) > MOST_BYTES:
+            raise SpecError(
+                f"compression of {name!r}: {ids.n_rows:,} rows of {spec.nbytes:,} bytes may need {n_bytes:,} bytes, "
+                f"expected at most {MOST_BYTES:,}; use fewer rows"
+            )
         self._allocate(backing)
 
     def _allocate(self, backing: Backing) -> None:
