@@ -56,7 +56,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     _samples: Any = ReplayBufferSamples
     # The rows of one step lie side by side.
     _order = SLOT
-    # Whether there was a timeout; before that, the column is zero. Pickles of earlier versions lack this attribute.
+    # Whether there was a timeout; else the column is zero. Pickles of earlier versions lack this attribute.
     _has_timeouts = True
 
     def __init__(
@@ -84,8 +84,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         self._names = list(specs)
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
         self._before = [name for name in specs if name not in self._after]
-        self._writer = StepWriter(self._storage, ())
-        self._has_timeouts = False
+        self._writer = StepWriter(self._storage, (), casts=True)
+        self._has_timeouts = is_on()  # debug mode poisons empty rows
 
     def _specs(self) -> dict[str, Spec]:
         """The columns, by name."""
@@ -134,13 +134,10 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             else:
                 timeouts = None
         block = self._split(obs, next_obs)
-        # The conversions that nearly all programs need.
-        is_flat = type(action) is np.ndarray and action.ndim == 1
-        block[ACTIONS] = action.reshape(self.n_envs, self.action_dim) if is_flat else action
-        block[REWARDS], block[DONES] = np.asarray(reward, FLOAT), np.asarray(done, FLOAT)
+        block[ACTIONS], block[REWARDS], block[DONES] = action, reward, done
         if timeouts is not None:
-            block[TIMEOUTS] = np.asarray(timeouts, FLOAT)
-        live = () if self._has_timeouts or is_on() else SPARSE  # debug mode has poisoned them
+            block[TIMEOUTS] = np.array(timeouts)
+        live = () if self._has_timeouts else SPARSE
         if self._writer.write(block, None, self._cast, fills=True, live=live) is None:
             specs = self._storage.columns.specs
             self._storage.write({name: self._cast(name, block[name], specs[name])[:, None] for name in block})
@@ -155,6 +152,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
     def reset(self) -> None:
         """Drops every row."""
         self._storage.clear()
+        self._has_timeouts = self._has_timeouts or is_on()
         super().reset()
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:

@@ -30,6 +30,8 @@ ONE = np.ones(1, bool)
 # A step, as numpy adds it to counters and to times most quickly.
 STEP, TIME_STEP = np.array(1), np.array(1, np.int32)
 add, count_nonzero = np.add, np.count_nonzero  # looking up names is part of what a write costs
+# Kinds of dtypes that numpy casts to one another.
+NUMBERS = frozenset("biuf")
 # Bytes of an array from which on numpy finds out more quickly than Python whether all are zero.
 MANY = 256
 
@@ -69,14 +71,15 @@ class StepWriter:
     Args:
         storage: the store.
         ends: columns that end an episode where they are not zero, if the store has them.
+        casts: whether arrays of numbers are cast to a column's dtype as numpy does in assignments.
 
     Attributes:
         done: which of the rows that were written last end an episode, bool (n,); None for none of them.
     """
 
-    def __init__(self, storage: Storage, ends: Iterable[str]) -> None:
+    def __init__(self, storage: Storage, ends: Iterable[str], casts: bool = False) -> None:
         self._storage = storage
-        self._every_end = tuple(ends)
+        self._every_end, self._casts = tuple(ends), casts
         self._clock = storage.clock
         self._changes = -1  # of the clock when `_prepare` was called, and after each write
         self._columns = -1  # of the clock when the plans were made
@@ -87,7 +90,7 @@ class StepWriter:
 
     def __getstate__(self) -> dict[str, Any]:
         # The rest follows from them.
-        return {"storage": self._storage, "ends": self._every_end}
+        return {"storage": self._storage, "ends": self._every_end, "casts": self._casts}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -152,14 +155,16 @@ class StepWriter:
 
         Also returns the marks of ends that are not all zero.
         """
-        values: list[Any] = []
-        ended: list[Any] = []
-        n_missing, detaches = 0, self._detaches and convert is not None
+        values, ended = list[Any](), list[Any]()
+        n_missing, detaches, casts = 0, self._detaches and convert is not None, self._casts
         for name, shape, dtype, is_end, unwritten, limits in plan:
             value: Any = given.get(name)
             kind = type(value)
             if kind is ndarray and value.dtype is dtype and value.shape == shape and not is_end:  # as nearly always
                 values.append(value)
+                continue
+            if casts and kind is ndarray and value.dtype.kind in NUMBERS:
+                values.append(value if value.shape == shape else value.reshape(shape))
                 continue
             if kind is Tensor:
                 array = None if dtype is BITS else view_tensor(value.detach() if detaches else value)
@@ -185,7 +190,7 @@ class StepWriter:
             if is_end and has_mark(value):
                 ended.append(value)
             values.append(value)
-        if n_missing and (not fills or n_missing == len(plan) or not self._has_linked(values)):
+        if n_missing and (not fills or n_missing == len(plan) or (self._linked and not self._has_linked(values))):
             return None, ended
         return values, ended
 
