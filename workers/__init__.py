@@ -27,11 +27,10 @@ from rlstructs.workers.public_names import export_lazily
 if TYPE_CHECKING:
     from rlstructs.workers.arena import SharedArena
     from rlstructs.workers.errors import OutOfMemoryError, RemoteTraceback, WorkerCrashed, WorkerError, WorkerTimeout
-    from rlstructs.workers.inline import InlinePool
-    from rlstructs.workers.pool import WorkerPool
+    from rlstructs.workers.pool import InlinePool, WorkerPool
 
 _EXPORTS = {
-    "InlinePool": "inline",
+    "InlinePool": "pool",
     "OutOfMemoryError": "errors",
     "RemoteTraceback": "errors",
     "SharedArena": "arena",

@@ -22,7 +22,7 @@ from rlstructs.structures.arrays import specs_of
 from rlstructs.trace.board import Board
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.workers import InlinePool, SharedArena, WorkerPool
-from rlstructs.workers.pickle_errors import explain_pickle_error
+from rlstructs.workers.pickling import explain_pickle_error
 from rlstructs.workers.pool import Pool
 
 E = TypeVar("E", bound=Engine)

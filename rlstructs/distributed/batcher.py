@@ -52,7 +52,7 @@ from rlstructs.trace.board import Board
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.setup import read_libraries
 from rlstructs.workers import pickling
-from rlstructs.workers.pickle_errors import explain_pickle_error
+from rlstructs.workers.pickling import explain_pickle_error
 from rlstructs.workers.public_names import set_module
 from rlstructs.workers.script import PickledWithScript
 from rlstructs.workers.settings import SETTINGS, read_settings

@@ -31,7 +31,7 @@ from rlstructs.workers import SharedArena, WorkerPool, failures, pickling
 from rlstructs.workers.channel import deadline_in
 from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.messages import AT_ONCE, Future, Post, gather_values
-from rlstructs.workers.pickle_errors import explain_pickle_error
+from rlstructs.workers.pickling import explain_pickle_error
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
 # With more steps under way than this, a worker's replies are read before it gets another request: a pipe holds about
