@@ -66,9 +66,8 @@ if TYPE_CHECKING:
     from rlstructs.seeding import int32_seed
     from rlstructs.structures.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
     from rlstructs.structures.packed import PackedTrajectories
-    from rlstructs.structures.rollout_files import load_rollouts, save_rollouts
     from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-    from rlstructs.structures.trajectories import Trajectories
+    from rlstructs.structures.trajectories import Trajectories, load_rollouts, save_rollouts
 
 __version__ = "0.2.0"
 
@@ -114,7 +113,7 @@ _EXPORTS = {
     "gae": "returns.functions",
     "int32_seed": "seeding",
     "lambda_returns": "returns.functions",
-    "load_rollouts": "structures.rollout_files",
+    "load_rollouts": "structures.trajectories",
     "make_vec": "envs.shared_vector.shared_vector_env",
     "mask_logits": "action_masks",
     "masked_dicttensor": "structures.dict_tensor",
@@ -122,7 +121,7 @@ _EXPORTS = {
     "n_step_returns": "returns.functions",
     "replay_agent": "agent",
     "replay_agent_stateless": "agent",
-    "save_rollouts": "structures.rollout_files",
+    "save_rollouts": "structures.trajectories",
     "transitions": "returns.functions",
     "vtrace": "returns.functions",
 }

@@ -20,8 +20,7 @@ from rlstructs.cli.makers import NamedAgent
 from rlstructs.errors import OutOfMemoryError
 from rlstructs.rollout.makers import Makers
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.rollout_files import RolloutFolder
-from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.trajectories import RolloutFolder, Trajectories
 from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.limits import available_bytes
 

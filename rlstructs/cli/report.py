@@ -25,9 +25,8 @@ from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
 from rlstructs.files.segments import list_parts
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.rollout_files import RolloutFolder
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
-from rlstructs.structures.trajectories import Trajectories
+from rlstructs.structures.trajectories import RolloutFolder, Trajectories
 from rlstructs.workers.limits import available_bytes, n_cores
 from rlstructs.workers.start import default_start_method
 

@@ -25,7 +25,7 @@ from rlstructs.cli import command, report
 from rlstructs.cli.collect import Settings, collect
 from rlstructs.cli.command import main
 from rlstructs.integrations.minari import from_minari, to_minari
-from rlstructs.structures import rollout_files
+from rlstructs.structures import trajectories
 from rlstructs.testing import Fault, FaultyEnv, create_faulty_envs
 
 # Seconds; only reached when something hangs.
@@ -213,7 +213,7 @@ def test_collect_writes_what_the_batcher_gives(run, tmp_path, ending, n_workers)
 
 def test_collect_writes_a_folder_and_a_dataset_while_it_runs(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
-    monkeypatch.setattr(rollout_files, "PART_NBYTES", 9_000)
+    monkeypatch.setattr(trajectories, "PART_NBYTES", 9_000)
     options = ["collect", "CartPole-v1", *SMALL, "--steps", 400, "--seed", 3]
     assert run(*options, "--out", tmp_path / "x.npz")[0] == 0
     code, stdout, _ = run(*options, "--out", f"{tmp_path}/x/", "--minari", "cart/x-v0", "--plot", tmp_path / "x.png")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories, load_rollouts, save_rollouts
-from rlstructs.structures import rollout_files
+from rlstructs.structures import trajectories
 
 
 def rollout(number, n_timesteps=4):
@@ -20,7 +20,7 @@ def rollout(number, n_timesteps=4):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(rollout_files, "PART_NBYTES", 3 * rollout_files._nbytes(rollout(0)))
+    monkeypatch.setattr(trajectories, "PART_NBYTES", 3 * trajectories._nbytes(rollout(0)))
 
 
 def test_a_folder_holds_what_was_given_in_order(tmp_path, small_parts):
