@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from rlstructs.errors import FileError, StateError
-from rlstructs.files import json_text
 from rlstructs.files.layout import replace_file
-from rlstructs.files.opening import name_damage, open_file, read_bytes
+from rlstructs.files.opening import name_damage, open_file, parse_json, read_bytes
 
 LATEST, LOCK = "latest", "lock"
 # A checkpoint: its step, and its number if it is not the first one of that step.
@@ -355,10 +354,10 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """
     path = folder / MANIFEST
     with name_damage(f"{path}: damaged"):
-        outer = json_text.parse(read_bytes(path))
+        outer = parse_json(read_bytes(path))
         if zlib.crc32(outer["manifest"].encode()) != outer["checksum"]:
             raise ValueError("its checksum is wrong")
-        manifest = json_text.parse(outer["manifest"])
+        manifest = parse_json(outer["manifest"])
         if manifest["format"] != FORMAT or manifest["version"] != VERSION:
             raise ValueError(f"it is of version {manifest['version']!r}, this program reads version {VERSION}")
         step, parts = manifest["step"], manifest["parts"]

@@ -17,9 +17,8 @@ import numpy as np
 from rlstructs.checks import clean_text
 from rlstructs.distributed.shard import FORMAT
 from rlstructs.errors import FileError
-from rlstructs.files import json_text
 from rlstructs.files.layout import replace_file
-from rlstructs.files.opening import name_damage, read_bytes
+from rlstructs.files.opening import name_damage, parse_json, read_bytes
 from rlstructs.replay.keep.checks import generator_in
 
 HEADER = "replay.json"
@@ -109,10 +108,10 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError, KeyError, TypeError: the header is damaged.
     """
-    outer = json_text.parse(text)
+    outer = parse_json(text)
     if zlib.crc32(outer["header"].encode()) != outer["checksum"]:
         raise ValueError("its checksum is wrong")
-    header: dict[str, Any] = json_text.parse(outer["header"])
+    header: dict[str, Any] = parse_json(outer["header"])
     names = header["shards"]
     if not isinstance(names, list) or not all(type(name) is str and NAME.fullmatch(name) for name in names):
         raise ValueError(f"it names files that are not of shards: {names}")

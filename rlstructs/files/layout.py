@@ -23,10 +23,10 @@ import torch
 
 from rlstructs.checks import LONGEST_NAME, clean_text
 from rlstructs.errors import FileError
-from rlstructs.files import archives, json_text
+from rlstructs.files import archives
 from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
-from rlstructs.files.opening import is_of_system
+from rlstructs.files.opening import is_of_system, parse_json
 from rlstructs.frameworks.dtypes import dtype_name
 
 FORMAT, VERSION = "rlstructs", 1
@@ -160,7 +160,7 @@ def open_reader(
 def _read_header(reader: Reader) -> dict[str, Any]:
     if not reader.text:
         raise ValueError("it has no header of rlstructs")
-    header = _check_header(json_text.parse(reader.text))
+    header = _check_header(parse_json(reader.text))
     for name, spec in header["arrays"].items():
         dtype, shape = reader.spec_of(name)
         claimed = spec["dtype"] if type(spec) is dict else None

@@ -27,9 +27,9 @@ import numpy as np
 
 from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, OutOfMemoryError, SpecError
-from rlstructs.files import json_text, layout
+from rlstructs.files import layout
 from rlstructs.files.archives import Archive, checksum
-from rlstructs.files.opening import is_of_system, name_damage, open_file, read_at, read_bytes, size_of
+from rlstructs.files.opening import is_of_system, name_damage, open_file, parse_json, read_at, read_bytes, size_of
 from rlstructs.memories.restoring import (
     BOOKKEEPING,
     KIND,
@@ -204,7 +204,7 @@ def _load_own_csv(memory: StoredTensors, path: Path) -> None:
     with open_file(path) as file, open_file(beside):
         nbytes = size_of(file)
     with name_damage(f"{path}: not a file of {layout.FORMAT}, or a damaged one"):
-        state = json_text.parse(read_bytes(beside))
+        state = parse_json(read_bytes(beside))
         if not isinstance(state, dict) or state.get("format") != layout.FORMAT or state.get("class") != KIND:
             raise ValueError("the .json beside it is not one of ours")
         if state.get("version") != layout.VERSION:

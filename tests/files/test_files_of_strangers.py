@@ -23,8 +23,9 @@ from hostile import GOOD, HEAD, refused
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories
 from rlstructs.cli import report
 from rlstructs.distributed import replay_files
-from rlstructs.files import json_text, layout
+from rlstructs.files import layout
 from rlstructs.files.archives import HEADER
+from rlstructs.files.opening import parse_json
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import DictTensorReplayBuffer, ListStorage, ReplayBuffer, VectorReplayBuffer
 
@@ -287,7 +288,7 @@ def test_json_means_one_thing_and_takes_little(what):
     tracemalloc.start()
     try:
         with pytest.raises((ValueError, RecursionError)):
-            json_text.parse(TEXTS[what])
+            parse_json(TEXTS[what])
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
         tracemalloc.stop()
@@ -296,7 +297,7 @@ def test_json_means_one_thing_and_takes_little(what):
 def test_json_of_ours_is_read_as_it_was_written():
     arrays = {f"é/{n}": {"dtype": "float32", "shape": [n, 2]} for n in range(3000)}
     held = {"arrays": arrays, "state": np.random.PCG64(0).state, "more": [[0, -1]] * 5000, "x": 1e-300, "n": None}
-    assert json_text.parse(json.dumps(held)) == held
+    assert parse_json(json.dumps(held)) == held
 
 
 # --- what is shown ------------------------------------------------------------------------------------
