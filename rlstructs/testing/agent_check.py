@@ -18,9 +18,8 @@ from rlstructs.rollout.probe import check_batch_first, repeat_row
 from rlstructs.seeding import PrivateStreams, WorkerStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal
-from rlstructs.testing.checked_agent import CheckedAgent
 from rlstructs.testing.env_source import check_pickles
-from rlstructs.testing.recording import Moment, Recording, record_rollout, record_script
+from rlstructs.testing.recording import CheckedAgent, Moment, Recording, record_rollout, record_script
 
 METHODS = ("initial_state", "__call__", "call_replay", "require_history", "update", "seed", "close")
 # Tolerances for floats of a replay, which computes them again, with gradients.
