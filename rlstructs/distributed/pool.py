@@ -11,9 +11,19 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlstructs.distributed import cluster
-from rlstructs.distributed.actor import ASIDE, BUILD, Columns, NodeActor, NodeFailure, Place
+from rlstructs.distributed.actor import (
+    ASIDE,
+    BUILD,
+    Bell,
+    Columns,
+    Node,
+    NodeActor,
+    NodeFailure,
+    Place,
+    Request,
+    wait_for_ring,
+)
 from rlstructs.distributed.cluster import Placement
-from rlstructs.distributed.node_handle import Bell, Node, Request, wait_for_ring
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
 from rlstructs.workers import failures, pickling
 from rlstructs.workers.errors import strip_traceback
