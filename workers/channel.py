@@ -194,7 +194,9 @@ class Channel:
             raise pickle.UnpicklingError(f"a message cannot be unpickled: {error!r}") from error
 
     def read_messages(self) -> list[Any] | None:
-        """Reads what has arrived, without waiting; returns what `take_messages` does, or None if there was nothing.
+        """Reads what has arrived, without waiting.
+
+        Returns what `take_messages` does, or None if there was nothing.
 
         Raises:
             EOFError: the other side is gone.

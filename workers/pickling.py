@@ -1,4 +1,7 @@
-"""Pickles by value, so that no worker has to import the program's main module, and explains why it cannot."""
+"""Pickles by value, and explains why an object cannot be pickled.
+
+So no worker has to import the program's main module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pools of jobs: `WorkerPool` runs each in a process of its own, `InlinePool` one in this process."""
+"""Pools of jobs, in worker processes or in this one.
+
+`WorkerPool` has a process for each job, `InlinePool` runs one here.
+"""
 
 from __future__ import annotations
 

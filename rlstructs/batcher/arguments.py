@@ -1,4 +1,7 @@
-"""Checks the arguments of a batcher, of `make` and of `get(out=)`, and brings them into one form."""
+"""Checks the arguments of a batcher, and brings them into one form.
+
+Those of `make` and of `get(out=)` too.
+"""
 
 from __future__ import annotations
 

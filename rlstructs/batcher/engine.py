@@ -1,4 +1,7 @@
-"""`Engine` runs rollouts in workers, behind `RL_Batcher`; `Delivery` hands out each rollout once, copied or leased."""
+"""`Engine` runs rollouts in workers; `Delivery` hands each out once.
+
+`RL_Batcher` hides both. A rollout is copied or leased.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,10 @@ class Engine:
         return self._supervisor.count_awaited(at_least, preempt)
 
     def check_out(self, out: Trajectories, n_rows: int | None = None) -> None:
-        """Raises unless a rollout of so many rows fits into `out`; None for as many as the next one may have."""
+        """Raises unless a rollout of `rows` rows fits into `out`.
+
+        None stands for as many as the next one may have.
+        """
         self._transport.check_out(out, n_rows)
 
     def is_ready(self, n: int | None = None, cuts: bool = False) -> bool:
@@ -180,7 +186,10 @@ class Engine:
         return requests
 
     def feed(self, memory: Any, names: Mapping[str, str] | None, life: Lifecycle) -> None:
-        """Has the steps of later rollouts written to a memory, or to none; see `Feeding.prepare`."""
+        """Feeds the steps of later rollouts to a memory, or to none.
+
+        See `Feeding.prepare`.
+        """
         fed = self._feeding.prepare(memory, names, life)
         with life.note_failures("feed", self.is_halfway):
             self._feeding.feed(fed, self.version_before)
@@ -223,13 +232,15 @@ class Engine:
 
     @property
     def exact_settings(self) -> dict[str, Any]:
-        """The settings that must be the same in an engine that loads an exact state."""
+        """The settings that an engine must share to load an exact state."""
         supervisor = self._supervisor
         settings = {"n_timesteps": self.layout.n_timesteps, "run_ahead": supervisor.run_ahead}
         return {**settings, f"{supervisor.noun}s": supervisor.record_sizes}
 
     def take_exact(self, best: bool) -> EngineState | Exception:
-        """Takes the exact state, after the rollouts under way; the engine goes on as if nothing had happened.
+        """Takes the exact state, once the rollouts under way are finished.
+
+        The engine then goes on as if nothing had happened.
 
         Args:
             best: whether new episodes begin where environments cannot be brought back.
@@ -250,7 +261,9 @@ class Engine:
         return EngineState(TrainerState(*known, update, self._feeding.first_numbers), jobs)
 
     def load_exact(self, state: EngineState) -> None:
-        """Continues from what `take_exact` returned: the last update, the jobs, then what this process knows.
+        """Continues from the result of `take_exact`.
+
+        First comes the last update, then the jobs, then what this process knows.
 
         Rollouts under way are finished, and dropped; `write_waiting` follows.
         """
@@ -363,7 +376,10 @@ class Delivery:
     def _collect(
         self, blocking: bool, at_least: int | None, preempt: float | None, read: Callable[[Batch], Trajectories]
     ) -> tuple[dict[int, RolloutOrder], Batch, Trajectories] | None:
-        """Waits for the oldest rollouts, as `get` does, and reads them; None if they are not there, and may not be."""
+        """Waits for the oldest rollouts, as `get` does, and reads them.
+
+        None if they have not arrived, and may be missing.
+        """
         n, cuts = self._engine.count_awaited(at_least, preempt), preempt is not None
         with self._life.note_failures():
             if not blocking and not self._engine.is_ready(n, cuts):

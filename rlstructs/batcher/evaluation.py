@@ -29,7 +29,9 @@ N_NAMED = 8
 def play(
     supervisor: Supervisor, blocks: Sequence[range], plan: EpisodePlan, *arguments: Any
 ) -> dict[str, np.ndarray] | Exception:
-    """Plays episodes in environments of their own; returns all that ended, or what an agent or environment raised.
+    """Plays episodes in environments of their own.
+
+    Returns all that ended, or what an agent or environment raised.
 
     Args:
         supervisor, blocks: see `Rounds`.
@@ -107,7 +109,10 @@ class EpisodePlan:
         return True
 
     def take(self, found: dict[str, np.ndarray]) -> DictTensor:
-        """Takes the wanted ones of all episodes that ended, sorted by environment; warns of those that are missing."""
+        """Takes the wanted episodes of those that ended, sorted by environment.
+
+        Warns of those that are missing.
+        """
         rows = found["env_index"]
         is_wanted = np.arange(rows.size) - np.searchsorted(rows, rows) < self.wanted[rows]
         episodes = DictTensor.from_numpy({name: column[is_wanted] for name, column in found.items()})

@@ -1,4 +1,7 @@
-"""Feeds a memory as rollouts are ordered, handed out, lost or dropped; workers write to it where they can."""
+"""Feeds a memory as rollouts are ordered, handed out, lost or dropped.
+
+Workers write to it where they can.
+"""
 
 from __future__ import annotations
 
@@ -294,7 +297,9 @@ class Feeding:
         return None if self.fed is None else self.fed.first_numbers
 
     def prepare(self, memory: Any, names: Mapping[str, str] | None, life: Lifecycle) -> Fed | None:
-        """Prepares a memory, so that workers can write to it where that is possible; None feeds no memory.
+        """Prepares a memory, so that workers can write to it where possible.
+
+        None ends feeding.
 
         Args:
             memory, names: see `RL_Batcher.feed`.
@@ -378,7 +383,9 @@ class Feeding:
             fed.first_numbers = first_numbers
 
     def resume(self, first_numbers: Sequence[int] | None, version_before: int) -> None:
-        """Feeds the same memory in a loaded state; `write_waiting` follows, once the memory has its own.
+        """Feeds the same memory in a loaded state.
+
+        `write_waiting` follows, once the memory has loaded its own state.
 
         Args:
             first_numbers: by worker, the number of its first rollout that the memory gets of those that wait to be

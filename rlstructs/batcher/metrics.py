@@ -1,4 +1,7 @@
-"""Watches the rollouts that are handed out: counts what is worth logging, and notices agents that draw alike."""
+"""Counts what is worth logging, and notices agents that draw alike.
+
+Both look at the rollouts that are handed out.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class Meter:
             self._waited += perf_counter() - began
 
     def add(self, trajectories: Trajectories, version: int) -> None:
-        """Counts the steps of a rollout that is handed out; `version` is the number of updates so far."""
+        """Counts the steps of a rollout that is handed out.
+
+        `version` is the number of updates so far.
+        """
         sizes = trajectories.trajectories.lengths.numpy()
         n = int(sizes.sum())
         self.n_steps += n

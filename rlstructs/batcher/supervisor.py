@@ -202,7 +202,10 @@ class Supervisor:
                 self._raise_gone(requests)
 
     def is_ready(self, n: int | None = None, cut: Callable[[int, int], None] | None = None) -> bool:
-        """Whether `wait` would return at once; cuts late rollouts as soon as it would begin to."""
+        """Whether `wait` would return at once.
+
+        Cuts late rollouts as soon as `wait` would begin to.
+        """
         requests, n = self.records.find_oldest(n)
         is_ready = self.pool.is_settled(requests, n, fails_fast=not self.can_replace)
         if not is_ready or cut is None:
@@ -211,7 +214,10 @@ class Supervisor:
         return self.is_ready()
 
     def count_awaited(self, at_least: int | None, preempt: float | None) -> int | None:
-        """Counts the workers that `get` waits for, given one of its arguments; raises if that is wrong."""
+        """Counts the workers that `get` waits for, given one of its arguments.
+
+        Raises if that argument is wrong.
+        """
         n_running = sum(record.is_running for record in self.records)
         return count_awaited(at_least, preempt, self.noun, self.pool.n_workers, n_running)
 

@@ -182,7 +182,10 @@ class Transport:
         return TransportState(self.infos, self.episodes, rollouts)
 
     def load_exact(self, state: TransportState) -> None:
-        """Continues from an exact state; the infos are set before, as jobs may need them when they are loaded."""
+        """Continues from an exact state.
+
+        The infos are set before, because jobs may need them as they are loaded.
+        """
         for worker in range(len(self.blocks)):
             self.cut(worker, 0)  # what was cut before had other numbers
         for place, content in state.rollouts.items():

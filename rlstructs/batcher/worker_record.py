@@ -40,7 +40,10 @@ class RolloutOrder:
 
     @classmethod
     def of_exact(cls, worker: int, behind: int, state: tuple[int, bool, bool, Any]) -> RolloutOrder:
-        """Makes an order that is done or lost, from a worker that now counts `behind` updates less."""
+        """Makes an order that is done or lost.
+
+        Its worker now counts `behind` updates less.
+        """
         number, is_lost, is_cut, reply = state
         reply = None if is_lost else reply._replace(version=reply.version - behind)
         return cls(number, Future(worker, "rollout", True, reply), is_lost, is_cut)
@@ -120,7 +123,10 @@ class WorkerRecord:
 
     @classmethod
     def of_exact(cls: type[R], worker: int, behind: int, state: Mapping[str, Any]) -> R:
-        """Makes the record of a worker that was brought to an exact state; see `RolloutOrder.of_exact`."""
+        """Makes the record of a worker that continues from an exact state.
+
+        See `RolloutOrder.of_exact`.
+        """
         orders = deque(RolloutOrder.of_exact(worker, behind, order) for order in state["orders"])
         return cls(**{**state, "orders": orders, "since": time.monotonic() - state["since"]})
 
@@ -204,7 +210,10 @@ class Records(list[Any]):  # of WorkerRecord, or a subclass
         return [record.take_exact(job.begins_episodes) for record, job in zip(self, jobs, strict=True)]
 
     def load_exact(self, states: Sequence[Mapping[str, Any]], behind: int) -> None:
-        """Continues from an exact state, whose jobs are loaded; workers count `behind` updates less than then."""
+        """Continues from an exact state, whose jobs are loaded.
+
+        Workers count `behind` updates less than then.
+        """
         self[:] = [type(self[worker]).of_exact(worker, behind, state) for worker, state in enumerate(states)]
 
     def list_rollouts(self) -> list[Future]:
@@ -212,7 +221,10 @@ class Records(list[Any]):  # of WorkerRecord, or a subclass
         return [order.request for record in self for order in record.orders if not order.is_lost]
 
     def find_oldest(self, n: int | None) -> tuple[list[Future], int | None]:
-        """Finds the oldest requests, and how many of them to wait for; with `n`, only of running workers."""
+        """Finds the oldest requests, and how many of them to wait for.
+
+        With `n`, only those of running workers.
+        """
         records = [record for record in self if n is None or record.is_running]
         requests = [record.orders[0].request for record in records if not record.orders[0].is_lost]
         return requests, None if n is None else n - (len(records) - len(requests))
@@ -223,7 +235,10 @@ class Records(list[Any]):  # of WorkerRecord, or a subclass
         return {index: order for index, order in oldest.items() if order.is_lost or order.is_done}
 
     def hand_out(self, orders: Mapping[int, RolloutOrder]) -> bool:
-        """Removes the oldest rollouts of these workers; returns whether a successor's first one is still to come."""
+        """Removes the oldest rollouts of these workers.
+
+        Returns whether a successor's first one is still to come.
+        """
         for index in orders:
             self[index].hand_out()
         return any(record.first_number is not None for record in self)

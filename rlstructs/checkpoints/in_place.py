@@ -252,7 +252,9 @@ LIKE_PARAMETERS = {
 
 
 def check_optimizer(label: str, owner: Any, state: Any) -> None:
-    """Raises FileError if a state is certainly not one of this optimizer, which would load it all the same.
+    """Raises FileError if a state is certainly not one of this optimizer.
+
+    The optimizer itself would load it.
 
     Does nothing for other objects. Any other exception means that `state` is not a state of an optimizer at all.
     """

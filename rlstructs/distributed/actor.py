@@ -1,4 +1,6 @@
-"""The actor that Ray runs, and the trainer's handle of it: requests are bytes, replies bytes and arrays.
+"""The actor that Ray runs, and the trainer's handle of it.
+
+Requests are bytes, replies bytes and arrays.
 
 No exception reaches Ray.
 

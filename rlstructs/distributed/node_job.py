@@ -295,7 +295,10 @@ class NodeJob:
             self._engine.all_ended = False
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function with the job and these arguments, which it may bring to another state."""
+        """Calls a function with the job and these arguments.
+
+        The function may bring the job to another state.
+        """
         if self.error is not None:
             raise self.error
         return function(self, *args)
@@ -409,7 +412,10 @@ class NodeState(NamedTuple):
 
     @staticmethod
     def load(job: NodeJob, state: NodeState, seed: int) -> None:
-        """Brings a job to a state; each worker has a seed of its own, so that `seed` is not used."""
+        """Brings a job to a state.
+
+        Each worker has a seed of its own, so `seed` is not used.
+        """
         job.load_exact(state)
 
     @property

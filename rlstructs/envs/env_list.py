@@ -206,7 +206,9 @@ KEPT = object()
 
 
 class EnvList:
-    """gymnasium environments that are stepped one after another: `GymEnv`, or a group of a `SharedVectorEnv`.
+    """gymnasium environments that are stepped one after another.
+
+    A `GymEnv`, or a group of a `SharedVectorEnv`.
 
     Subclasses say what becomes of what a step has returned: `_keep`, `_take_info`, `_end` and `_fail`.
     """
@@ -232,7 +234,10 @@ class EnvList:
     def _for_each(
         self, call: str, function: Callable[[int, Any], Any], only: Container[int] | None = None
     ) -> list[Any]:
-        """Calls a function for all environments, or `only` some, even if some raise; then raises the first error."""
+        """Calls a function for environments, then raises the first error.
+
+        For all of them, or for `only` some. An error does not keep the others from being called.
+        """
         values, errors = [], []
         for k, env in enumerate(self._envs):
             if only is not None and k not in only:
@@ -265,7 +270,10 @@ class EnvList:
         return observation, info
 
     def _begin(self, k: int, reset: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-        """Calls `reset` with k, and makes environment k anew if it fails; returns the result, and what was raised."""
+        """Calls `reset` with k; makes environment k anew if that fails.
+
+        Returns the result, and what was raised.
+        """
         failure = None
         while True:
             try:
@@ -275,7 +283,10 @@ class EnvList:
                 self._replace(k, error, in_reset=True)
 
     def _replace(self, k: int, error: Exception, in_reset: bool) -> None:
-        """Makes environment k anew, which has raised this error; raises an error if that is not wanted."""
+        """Makes environment k anew, which has raised this error.
+
+        Raises an error if that is not wanted.
+        """
         env = self._lives.replace(k, self._envs[k], error, in_reset)
         self._check_new(env, k)
         self._envs[k], self._have_own_memory = env, False
@@ -322,7 +333,7 @@ class EnvList:
         return observations
 
     def _take_result(self, row: int, result: Any, rewards: Any, shared: list[tuple[Any, Any]] | None) -> Any:
-        """Takes the result of a step that is not an ordinary one; returns its observation.
+        """Takes the result of an unusual step; returns its observation.
 
         Args:
             row, result: of the step.
@@ -368,7 +379,7 @@ class EnvList:
         raise NotImplementedError
 
     def _keep(self, row: int, observation: Any) -> Any:
-        """Returns an observation that stays as it is when environments are stepped, or writes it."""
+        """Returns an observation that later steps leave unchanged, or writes it."""
         raise NotImplementedError
 
     def _take_info(self, row: int, info: Any) -> None:
@@ -380,5 +391,8 @@ class EnvList:
         raise NotImplementedError
 
     def _fail(self, row: int, k: int, error: Exception) -> tuple[Any, Any]:
-        """Makes environment k anew, which has raised; returns an observation and a reward in the place of its own."""
+        """Makes environment k anew, which has raised.
+
+        Returns an observation and a reward that replace its own.
+        """
         raise NotImplementedError

@@ -292,7 +292,10 @@ class GymEnv(RowDefaults, EnvList):
         return [self._begin_episode(k, None if seeds is None else seeds[k], row) for row, k in enumerate(which)]
 
     def _begin_episode(self, k: int, seed: int | None, row: int) -> Any:
-        """Resets environment k, which is made anew if it fails; returns a copy of its observation."""
+        """Resets environment k; returns a copy of its observation.
+
+        Makes it anew if it fails.
+        """
         return self._copy(self._begin(k, self._start_episode, seed, row)[0])
 
     def _start_episode(self, k: int, seed: int | None, row: int) -> Any:

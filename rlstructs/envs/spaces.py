@@ -311,7 +311,7 @@ class BatchWriter:
 
 
 class Column:
-    """Writes one leaf of the observations of N environments into the rows of an array.
+    """Writes one leaf of N environments' observations into rows of an array.
 
     Args:
         leaf: which leaf.
@@ -352,7 +352,10 @@ class Column:
         return self.array if n == self._n_envs else self.array[:n]
 
     def put(self, row: int, observation: Any, environment: object) -> None:
-        """Writes the leaf of one observation, of another dtype if no number changes; raises what `fill` raises."""
+        """Writes the leaf of one observation; raises as `fill` does.
+
+        Another dtype is accepted if no number changes.
+        """
         leaf = self.leaf
         try:
             got = leaf.pick(observation)

@@ -1,1 +1,1 @@
-"""An environment, an agent or a worker's job in the middle of its work: how each is saved, and brought back."""
+"""Saves and restores environments, agents and jobs in the middle of their work."""

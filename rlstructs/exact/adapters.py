@@ -1,4 +1,6 @@
-"""Adapters: save objects that pickle cannot save, such as simulators written in C, within a pickle.
+"""Adapters: save objects that pickle cannot save, within a pickle.
+
+Simulators written in C, for example.
 
 Those of ALE and MuJoCo are here.
 

@@ -1,4 +1,7 @@
-"""The exact state of a worker's job: environments in their episodes, agent, random streams, progress."""
+"""The exact state of a worker's job.
+
+It holds environments in their episodes, the agent, random streams and progress.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class JobState(NamedTuple):
 
     @staticmethod
     def take(job: RolloutJob, best: bool) -> JobState:
-        """Takes the state of a job, between two requests, and leaves the job as it is.
+        """Takes the state of a job between two requests, without changing it.
 
         Args:
             job: the job, which calls this by its `apply`.

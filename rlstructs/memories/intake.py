@@ -42,7 +42,10 @@ class LaneIntake(Intake):
         self.takes_any_environment = False  # an environment has rows of its own
 
     def prepare_columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Gives values (B, T, ...) the shapes of rows of the tensors; a new one has one axis at least."""
+        """Gives values (B, T, ...) the shapes of rows of the tensors.
+
+        A new tensor has one axis at least.
+        """
         specs, found = self.specs, {}
         for name, each in values.items():
             lead, shape = tuple(each.shape[:2]), tuple(each.shape[2:])
@@ -75,7 +78,10 @@ class TensorIntake(LaneIntake):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The specs of the tensors, by name; of those that are not allocated yet too."""
+        """The specs of the tensors, by name.
+
+        Those of tensors that are not allocated yet too.
+        """
         planned = self._tensors.planned
         return {**planned, **super().specs} if planned else super().specs
 

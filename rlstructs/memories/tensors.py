@@ -357,7 +357,10 @@ class Tensors:
     # Cursor
 
     def find_cursor(self, step: InStep) -> Cursor:
-        """Finds where the next row is written; `step` says which environments have as many rows as the others."""
+        """Finds where the next row is written.
+
+        `step` says which environments have as many rows as the others.
+        """
         row, env, heads = step.head, step.n_ahead, self.storage.ring.head
         if row is None:
             low, high = int(heads.min()), int(heads.max())

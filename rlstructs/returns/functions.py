@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @set_module("rlstructs.returns")
 class Transitions(TypedDict):
-    """Arguments that the functions of this module take from a batch, (B, T) each; of a pack (N,), with `cu_seqlens`."""
+    """Arguments that the functions of this module take from a batch.
+
+    They are (B, T) each; those of a pack are (N,), with `cu_seqlens`.
+    """
 
     rewards: torch.Tensor
     terminated: torch.Tensor

@@ -119,7 +119,10 @@ def _check_weight(name: str, value: Weight, rewards: torch.Tensor) -> Weight:
 
 
 def _as_row(name: str, value: Any) -> Any:
-    """Packed steps (N,) as one row (1, N); numbers, and tensors without axes, as they are."""
+    """Views packed steps (N,) as one row (1, N).
+
+    Returns numbers, and tensors without axes, unchanged.
+    """
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     if value.ndim != 1:
@@ -128,7 +131,7 @@ def _as_row(name: str, value: Any) -> Any:
 
 
 def _cut_segments(truncated: torch.Tensor, cu_seqlens: Any) -> torch.Tensor:
-    """A copy of `truncated` (1, N) that is set at the end of each segment."""
+    """Copies `truncated` (1, N), and sets it at the end of each segment."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = show(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens must be an int32 tensor (S + 1,), got {got}")

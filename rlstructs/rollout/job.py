@@ -253,7 +253,10 @@ class RolloutJob:
         self._attach_groups()
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function with the job and these arguments, which it may bring to another state."""
+        """Calls a function with the job and these arguments.
+
+        The function may bring the job to another state.
+        """
         if self.error is not None:
             raise self.error
         return function(self, *args)

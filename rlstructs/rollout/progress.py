@@ -143,7 +143,10 @@ class WorkerProgress:
         self.groups = [Progress(observation.take(np.array(own)), np.arange(len(own))) for own in rows]
 
     def revive(self, which: np.ndarray, first: Rows, rows: Sequence[range]) -> None:
-        """Continues with the first observations of environments that did not run; `rows` are those of each group."""
+        """Continues with the first observations of environments that did not run.
+
+        `rows` are those of each group.
+        """
         for at, own in enumerate(rows):
             inside = np.flatnonzero((which >= own.start) & (which < own.stop))
             self.groups[at] = self.groups[at].join(which[inside] - own.start, first.take(inside))

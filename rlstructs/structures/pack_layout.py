@@ -1,4 +1,7 @@
-"""`Layout`: which step of which row each step of a pack is, and where its segments begin."""
+"""`Layout`: which step of which row each step of a pack is.
+
+And where its segments begin.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,10 @@ class Layout:
         return same and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def put_back(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Values (N, ...) as (B, T, ...), 0 where there is no step that counts."""
+        """Puts values (N, ...) back as (B, T, ...).
+
+        They are 0 where there is no step that counts.
+        """
         self.check_steps("unpack", name, values)
         index, shape, cell = self.index, (len(self.row_lengths), self.n_timesteps), values.shape[1:]
         if self.mask is not None:
@@ -143,7 +149,10 @@ class Layout:
     # Parts
 
     def take(self, pieces: Sequence[Piece]) -> tuple[Layout, torch.Tensor, np.ndarray]:
-        """The layout of some pieces; which steps they are, int64 (N,), and the same on the CPU."""
+        """Returns the layout of some pieces.
+
+        And which steps they are, int64 (N,), on its device and on the CPU.
+        """
         places, counts, bounds = seg.places_of(pieces, as_array(self.cu_seqlens))
         numbers = torch.tensor([(piece.segment, piece.start - piece.context) for piece in pieces], dtype=torch.int64)
         of_segment, begins = numbers.view(-1, 2).to(self.device).unbind(1)
@@ -161,7 +170,10 @@ class Layout:
         return taken, at, places
 
     def fill_up(self, size: int, n_segments: int) -> Layout:
-        """With steps that do not count, in a segment of their own, up to this size, and with empty segments."""
+        """Adds steps that do not count, and empty segments.
+
+        Up to this size; the steps have a segment of their own.
+        """
         n_steps, n_more = size - self.n_steps, n_segments - self.n_segments
         mask = torch.ones_like(self.index, dtype=torch.bool) if self.mask is None else self.mask
         segments = {key: seg.grow(tensor, n_more) for key, tensor in self.segments.items()}
@@ -178,7 +190,10 @@ class Layout:
         )
 
     def merge(self, counts: Sequence[int]) -> Layout:
-        """With so many segments at a time made one, which begins where the first of them does."""
+        """Merges each run of so many segments into one.
+
+        It begins where the first of them does.
+        """
         first = torch.from_numpy(np.cumsum([0, *counts])).to(self.device)
         cu_seqlens, first = self.cu_seqlens[first], first[:-1]
         longest = int(cu_seqlens.diff().max()) if len(first) else 0
@@ -240,7 +255,10 @@ class Layout:
         return cls(cu_seqlens, *tables, index, row_lengths, first, n_timesteps, longest, mask if is_part else None)
 
     def check(self, mask: torch.Tensor) -> None:
-        """Raises SpecError unless the parts fit together: they come from a file or another library."""
+        """Raises SpecError unless the parts fit together.
+
+        They come from a file or another library.
+        """
         cu, index = self.cu_seqlens, self.index
         if not len(cu) or int(cu[0]) or int(cu[-1]) != self.n_steps or bool((cu.diff() < 0).any()):
             raise SpecError(f"PackedTrajectories: cu_seqlens must rise from 0 to {self.n_steps}, got {show(cu)}")

@@ -30,7 +30,9 @@ STEP, SEGMENT = UNITS = ("step", "segment")
 
 @set_module("rlstructs")
 class PackedTrajectories(TensorMap):
-    """A map name -> tensor (N, ...) of N steps, which lie segment after segment; `Trajectories.packed` makes one.
+    """A map name -> tensor (N, ...) of N steps, segment after segment.
+
+    `Trajectories.packed` makes one.
 
     A segment is a row of a batch, or the part of an episode in it. Step n of segment s is
     `pack[key][pack.cu_seqlens[s] + n]`. S is the number of segments.
@@ -100,7 +102,9 @@ _observation/done=(4,) bool)
 
     @property
     def first_steps(self) -> torch.Tensor:
-        """int64 (S,): the number of each segment's first step in its environment's own count, -1 if it is not known.
+        """The number of each segment's first step in its environment's count.
+
+        int64 (S,); -1 where it is not known.
 
         As with `TemporalDictTensor.first_steps`, `==`, `numpy`, `jax` and `warp` leave it out.
         """
@@ -140,16 +144,25 @@ _observation/done=(4,) bool)
 
     @property
     def is_context(self) -> torch.Tensor:
-        """bool (N,): which steps are repeated in front of a segment for what comes after them alone."""
+        """Marks the steps that are only context, bool (N,).
+
+        They are repeated in front of a segment, for what comes after them.
+        """
         return ~self.mask(torch.bool) & (self._layout.index != FILLER)
 
     @property
     def state(self) -> DictTensor:
-        """The agent's state before the first step of each segment, S rows; empty if there is none."""
+        """The agent's state before the first step of each segment, S rows.
+
+        Empty if there is none.
+        """
         return self.info.truncate_key(STATE)
 
     def mask(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A mask (N,): 1 in steps that count, 0 in those that are repeated as context, or fill a pack up."""
+        """Returns a mask (N,), 1 in steps that count.
+
+        It is 0 in those that are repeated as context, or fill a pack up.
+        """
         mask = self._layout.mask
         return torch.ones_like(self._layout.index, dtype=dtype) if mask is None else mask.to(dtype)
 
@@ -174,7 +187,9 @@ _observation/done=(4,) bool)
         return self
 
     def causal_mask(self, window: int | None = None) -> torch.Tensor:
-        """What each step may attend to, bool (N, N): itself and the steps before it in its segment.
+        """Returns which steps each step may attend to, bool (N, N).
+
+        They are itself and the steps before it in its segment.
 
         Args:
             window: only so many steps, itself included; None for all.
@@ -210,7 +225,9 @@ _observation/done=(4,) bool)
         return TemporalDictTensor.trusted(tensors, layout.row_lengths.clone())
 
     def as_packed_sequence(self, key: str) -> PackedSequence:
-        """The steps of a key for `torch.nn.LSTM` and others, with gradients; a state of theirs has S rows.
+        """Returns the steps of a key for `torch.nn.LSTM` and its like.
+
+        With gradients. A state of such a network has S rows.
 
         Segments without steps are left out; only packs of `split` have some, at the end.
 
@@ -228,7 +245,7 @@ _observation/done=(4,) bool)
             raise SpecError(f"{owner}: there is no step, and torch has no empty sequences")
 
     def from_packed_sequence(self, sequence: PackedSequence) -> torch.Tensor:
-        """Steps (N, ...) in the order of this pack, of what a network returned for an `as_packed_sequence`.
+        """Puts a network's output for an `as_packed_sequence` in this pack's order, (N, ...).
 
         Sequences that torch packed from the same segments are taken, too.
 
@@ -279,7 +296,9 @@ _observation/done=(4,) bool)
         return run_in_blocks(network, self[key], form, sort_state(state, form, self.n_segments()))
 
     def as_nested(self, key: str) -> torch.Tensor:
-        """The steps of a key as a nested tensor (S, ragged, ...) of torch's layout `jagged`, with gradients.
+        """Returns the steps of a key as a nested tensor, with gradients.
+
+        Its shape is (S, ragged, ...), its layout torch's `jagged`.
 
         Raises:
             MissingKeyError: there is no such key.
@@ -297,7 +316,9 @@ _observation/done=(4,) bool)
         states: Mapping[str, str] | None = None,
         max_segments: int | None = None,
     ) -> list[PackedTrajectories]:
-        """Packs of exactly `max_steps` steps each, so that what is compiled for one serves for all.
+        """Splits into packs of exactly `max_steps` steps each.
+
+        A network that is compiled for one of them serves for all.
 
         Each step counts once (`mask`). Without `context` and `states` segments stay whole, and what is left free in
         each pack is filled with zeros. With one of them, a segment that does not fit is cut, and all packs but the last
@@ -334,7 +355,10 @@ _observation/done=(4,) bool)
     def _check_cuts(
         self, context: int | None, states: Mapping[str, str] | None, size: int
     ) -> tuple[int | None, Mapping[str, str]]:
-        """Checks how `split` may cut, None for not at all; which key each part of the state is read from."""
+        """Checks how `split` may cut; None for not at all.
+
+        Returns which key each part of the state is read from.
+        """
         read = {STATE + name: key for name, key in seg.check_states("split", states).items()}
         for name, key in read.items():
             cell = tuple(self.info[name].shape[1:])
@@ -352,7 +376,10 @@ _observation/done=(4,) bool)
         return context, read
 
     def _part(self, pieces: Sequence[Piece], read: Mapping[str, str] | None = None) -> PackedTrajectories:
-        """The pack of some pieces; where one begins inside of a segment, its state is read from these keys, or 0."""
+        """Makes the pack of some pieces.
+
+        Where one begins inside of a segment, its state is read from these keys, or 0.
+        """
         layout, at, places = self._layout.take(pieces)
         is_cut = torch.tensor([piece.start > piece.context for piece in pieces], device=self.device())
         if read is not None and is_cut.any():
@@ -419,7 +446,9 @@ _observation/done=(4,) bool)
 
     @staticmethod
     def join(packs: Iterable[PackedTrajectories]) -> PackedTrajectories:
-        """Puts the packs of consecutive rollouts together; an episode that goes on from one to the next is one segment.
+        """Puts the packs of consecutive rollouts together.
+
+        An episode that goes on from one to the next is one segment.
 
         A segment at the beginning of a row goes on from the latest segment of the same `env_index` that reached the
         end of its row, if it `continues` and that one does not end an episode by the keys of its pack; where steps are

@@ -1,4 +1,7 @@
-"""Segments of rows: where they begin, how packs of a fixed size are filled with them, and how steps are gathered."""
+"""Segments of rows: where they begin, and how they fill packs.
+
+Packs have a fixed size; their steps are gathered.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ class Piece(NamedTuple):
 
 
 def find_begins(steps: TemporalDictTensor) -> np.ndarray:
-    """Marks the steps that begin an episode, bool (B, T); those at t = 0 only as far as a key says so.
+    """Marks the steps that begin an episode, bool (B, T).
+
+    Those at t = 0 only as far as a key says so.
 
     Raises:
         MissingKeyError: no key says where episodes begin or end.
@@ -88,7 +93,10 @@ def begins_at(steps: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> torch
 
 
 def end_keys(steps: Container[str]) -> list[str]:
-    """The keys that say where episodes end: `done`, or the two flags that it is made of."""
+    """The keys that say where episodes end.
+
+    `done`, or the two flags that it is made of.
+    """
     return [DONE] if DONE in steps else [key for flag in FLAGS if (key := f"_observation/{flag}") in steps]
 
 
@@ -110,7 +118,9 @@ def take_steps(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray) ->
 
 
 def lay_out(lengths: Sequence[int], max_steps: int) -> list[list[Piece]]:
-    """Puts whole segments into as few packs as the rule "largest first, where it fits best" finds.
+    """Puts whole segments into few packs.
+
+    The rule is "largest first, where it fits best".
 
     Raises:
         SpecError: a segment is longer than a pack.
@@ -134,7 +144,9 @@ def lay_out(lengths: Sequence[int], max_steps: int) -> list[list[Piece]]:
 
 
 def cut_and_fill(lengths: Sequence[int], max_steps: int, context: int) -> list[list[Piece]]:
-    """Fills packs with whole segments, the largest that fits first, and with a part of one where none fits.
+    """Fills packs with segments, the largest that fits first.
+
+    Where none fits whole, with a part of one.
 
     Args:
         lengths: of the segments, each at least 1.
@@ -189,7 +201,7 @@ def places_of(pieces: Sequence[Piece], offsets: np.ndarray) -> tuple[np.ndarray,
 
 
 class Ends(NamedTuple):
-    """What tells which segment of a pack goes on from which; (S,) each, on the CPU.
+    """Tells which segment of a pack continues which; (S,) each, on the CPU.
 
     Attributes:
         env_index: int64, the environment.
@@ -268,7 +280,10 @@ def find_segments(
 
 
 def flat(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray, is_full: bool) -> torch.Tensor:
-    """The steps of a tensor (B, T, ...) at row * T + t, (N, ...), a copy."""
+    """Copies the steps of a tensor (B, T, ...).
+
+    Those at row * T + t, as (N, ...).
+    """
     if is_full:
         return tensor.clone(memory_format=torch.contiguous_format).view(len(places), *tensor.shape[2:])
     return take_steps(tensor.flatten(0, 1), index, places)
@@ -301,7 +316,10 @@ def grow(tensor: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def group(drawn: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Groups segments, in this order, that have no more than `size` steps together; a longer one is alone."""
+    """Groups consecutive segments of at most `size` steps together.
+
+    A longer one is alone.
+    """
     group: list[int] = []
     n_steps = 0
     for number in drawn:
@@ -315,7 +333,9 @@ def group(drawn: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[l
 
 
 def widen(name: str, tensor: Any) -> torch.Tensor:
-    """A tensor of a layout in its own dtype: jax has only 32 bits by default.
+    """Returns a tensor of a layout in its own dtype.
+
+    jax has only 32 bits by default.
 
     Raises:
         SpecError: it has another number of axes, or no dtype that is widened.

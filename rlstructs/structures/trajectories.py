@@ -1,4 +1,7 @@
-"""`Trajectories`: data constant over each trajectory, and data that vary with time; folders of them."""
+"""`Trajectories`: data constant over each trajectory, and data that vary with time.
+
+Also folders of them.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,9 @@ class Trajectories(Structure):
         return self.index(drawn.to(self.device()))
 
     def packed(self, by: str = "row", keys: Iterable[str] | None = None) -> PackedTrajectories:
-        """A copy of the valid steps, one after another without padding, for recurrent networks and transformers.
+        """Copies the valid steps one after another, without padding.
+
+        For recurrent networks and transformers.
 
         Args:
             by: what a segment is: a "row", or what there is of an "episode" in a row. Rows without steps have none.

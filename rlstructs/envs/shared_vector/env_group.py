@@ -279,7 +279,10 @@ class EnvGroup(EnvList):
     def _begin_episode(
         self, k: int, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
-        """Starts an episode of environment k, which is made anew if it fails, as its info then says."""
+        """Starts an episode of environment k.
+
+        If it fails, it is made anew, and its info says so.
+        """
         (observation, info), failure = self._begin(k, self._start_episode, seed, options)
         return observation, info if failure is None else {**info, ENV_FAILURE: _describe(failure)}
 
@@ -322,7 +325,10 @@ class EnvGroup(EnvList):
 
 
 class _Idle(NamedTuple):
-    """Takes the place of an environment whose step only resets it, or that waits for a reset."""
+    """Stands for an environment whose step only resets it.
+
+    Or for one that waits for a reset.
+    """
 
     group: EnvGroup
     k: int

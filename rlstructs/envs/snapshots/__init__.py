@@ -1,4 +1,4 @@
-"""The state of environments in the middle of their episodes: the public names of `rlstructs.exact`.
+"""The public names of `rlstructs.exact`: states of environments within their episodes.
 
 `register` adds functions that save the objects of a simulator; those for ALE and MuJoCo are built in.
 """

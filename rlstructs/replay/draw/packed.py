@@ -1,4 +1,7 @@
-"""Draws windows of episodes for packs: as long as their episodes let them be, with some rows in front as context."""
+"""Draws windows of episodes for packs.
+
+They are as long as their episodes let them be, with some rows in front as context.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ TO_TORCH = Exporter("torch")
 
 
 class PackedWindows(NamedTuple):
-    """Windows from each drawn row on, up to the end of its episode or the newest row.
+    """Windows that begin with each drawn row.
+
+    They end with its episode, or with the newest row.
 
     Attributes:
         length: the most rows of each, from the drawn one on.
@@ -63,7 +68,10 @@ class PackedWindows(NamedTuple):
         return self.around(view, *picker.pick(view, n, rng))
 
     def around(self, view: Any, anchors: np.ndarray, fields: Fields) -> Selection:
-        """The windows of drawn rows (n,), with more values of each; the rows of the selection are the drawn ones."""
+        """Returns the windows of drawn rows (n,), with more values of each.
+
+        The rows of the selection are the drawn ones.
+        """
         first, before = anchors, np.zeros_like(anchors)
         if self.context:
             before = np.minimum(view.depths(anchors), self.context)
@@ -116,7 +124,7 @@ class PackedWindows(NamedTuple):
     def _pack(
         self, picked: Selection, rows: np.ndarray, steps: dict[str, torch.Tensor], more: Fields
     ) -> tuple[Selection, PackedTrajectories]:
-        """Packs the rows (N, ...) of what was drawn: whole windows, as many as have room."""
+        """Packs the rows (N, ...) of a draw: as many whole windows as fit."""
         size, counts = self.max_steps, picked.fields[COUNT]
         if size is not None:
             counts = counts[: int(np.searchsorted(np.cumsum(counts), size, "right"))]
@@ -144,7 +152,7 @@ class PackedWindows(NamedTuple):
     def _lay_out(
         self, counts: np.ndarray, bounds: np.ndarray, fields: Fields, info: Mapping[str, torch.Tensor]
     ) -> Layout:
-        """The layout of windows with so many rows, as of a batch with a row for each."""
+        """Lays out windows of so many rows, each like one row of a batch."""
         number, longest = np.arange(len(counts)), int(counts.max(initial=0))
         mask, width, start = None, longest, number * longest - bounds[:-1]
         if self.context:
@@ -173,7 +181,10 @@ class PackedWindows(NamedTuple):
 
 
 class _Ragged:
-    """The rows of windows, (N,), and what was read of them, (N, ...) each; windows of it can be replaced."""
+    """The rows (N,) of windows, and the values read there.
+
+    Values are (N, ...) each. Single windows can be replaced.
+    """
 
     def __init__(self, rows: np.ndarray, arrays: dict[str, Any], counts: np.ndarray) -> None:
         self.rows, self.arrays, self.counts = rows, arrays, counts
@@ -193,13 +204,16 @@ class _Ragged:
 
 
 def _count_up(counts: np.ndarray) -> np.ndarray:
-    """The numbers from 0 on, up to each of these counts, one after another, int64 (sum of counts,)."""
+    """Counts from 0 up to each of these counts.
+
+    Returns all of these numbers one after another, int64 (sum of counts,).
+    """
     ends = counts.cumsum()
     return np.asarray(np.arange(ends[-1] if len(ends) else 0) - (ends - counts).repeat(counts))
 
 
 def in_library(pack: PackedTrajectories, framework: str, device: Any) -> Any:
-    """A pack for a buffer of this framework: itself with torch and numpy, else its `jax()` or `warp()`."""
+    """Converts a pack to a framework: to `jax()`, to `warp()`, or not at all."""
     if framework in ("jax", "warp"):
         return getattr(pack, framework)()
     tensors = (*pack.values(), pack.cu_seqlens)

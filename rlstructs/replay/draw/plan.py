@@ -1,4 +1,4 @@
-"""How rows are drawn, for every surface: a picker draws anchors, and windows make samples of them.
+"""How every surface draws: a picker draws anchors, and windows make samples of them.
 
     view of the store -> picker: anchors (n,), their fields -> windows: rows (n, length), mask, is_first -> Selection
 
@@ -118,7 +118,10 @@ class Windows(NamedTuple):
         return self.expand(view, rows, fields)
 
     def fits(self, view: View) -> Fits | None:
-        """Returns a function that says which rows of the view may be drawn; None for all."""
+        """Returns a function that says which rows of the view may be drawn.
+
+        None if all of them may.
+        """
         avoids, length = self.ends == AVOID_ENDS and view.episodes is not None, self.length
         if length == 1 or not (avoids or self.is_last):
             return None

@@ -1,4 +1,7 @@
-"""The rows of a store at one time, and the neighbours of each in its lane and in its episode."""
+"""The rows of a store at one time, and the neighbours of each.
+
+Neighbours are in the same lane, and in the same episode.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from rlstructs.replay.rows.lanes import LANE, Ring, RowIds, keep_order
 
 
 class View:
-    """The rows that can be drawn: steps `[low, high)` of each lane, from a copy of the counters.
+    """The rows that can be drawn: steps `[low, high)` of each lane.
+
+    They follow from a copy of the counters.
 
     A pickle has the counters without the episodes: what a drawn row stood for needs no more.
 
@@ -100,7 +105,10 @@ class View:
         return np.asarray(self.high - self.low)
 
     def row_ids(self, index: np.ndarray) -> np.ndarray:
-        """The row ids of row numbers, each in [0, total), which count lane by lane and from the oldest on."""
+        """Returns the row ids of row numbers, each in [0, total).
+
+        Row numbers count lane by lane, from the oldest row on.
+        """
         if self.aligned:
             return self.columns.numbered(index, self._low, self._high - self._low)
         return numbered(self.columns, self._low, self.counts(), index)
@@ -247,7 +255,9 @@ class View:
         return self.columns.shifted(rows[:, None], -back)
 
     def run(self, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Each row (B,) and those after it, up to n or the end of its episode, and which of them count.
+        """Follows each row (B,) up to n rows or the end of its episode.
+
+        Returns these rows, and which of them count.
 
         Returns:
             Rows (B, n), the last one repeated; a mask of those that are no repetition, bool (B, n).

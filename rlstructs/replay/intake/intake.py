@@ -202,7 +202,10 @@ class Intake:
         return steps
 
     def find_specs(self, values: Mapping[str, Any]) -> dict[str, Spec]:
-        """The specs of the columns, and of those that values of trajectories will have other dtypes in."""
+        """Finds the specs of the columns.
+
+        And the new ones of those whose dtype values of trajectories will change.
+        """
         return self.specs
 
     def default_names(self, keys: Collection[str]) -> dict[str, str]:

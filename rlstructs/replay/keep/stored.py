@@ -1,4 +1,4 @@
-"""`Stored`: what is saved and copied as a whole, a store and what belongs to it."""
+"""`Stored`: a store and what belongs to it, saved and copied as a whole."""
 
 from __future__ import annotations
 

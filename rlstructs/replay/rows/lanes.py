@@ -408,7 +408,7 @@ class Counters:
         return self.shared if self.shown is None else self.shown
 
     def following(self) -> np.ndarray:
-        """Returns the steps that would follow the newest rows that this process reads, int64 (n_lanes,).
+        """Returns the steps that would follow the newest readable rows, int64 (n_lanes,).
 
         See `Continuity.following`.
         """

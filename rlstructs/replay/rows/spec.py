@@ -1,4 +1,7 @@
-"""`Spec`, the dtype and shape of a column; dtypes that hold its values and new ones; and casts that lose no value."""
+"""`Spec`: the dtype and shape of a column.
+
+Also dtypes that hold its values and new ones, and casts that lose no value.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ WANTED = "row with so many others before it in its episode"
 
 
 class Pick(NamedTuple):
-    """Drawn rows: the view that they are from, their ids, int64 (n,), and more values of each."""
+    """Drawn rows: their view, their ids, and more values of each.
+
+    The ids are int64 (n,).
+    """
 
     rows: AnyView
     at: np.ndarray
@@ -33,7 +36,10 @@ class Pick(NamedTuple):
 
 
 class Indexed(Protocol):
-    """A buffer that chooses rows and reads them by index, both perhaps by methods of a user's class."""
+    """A buffer that chooses rows and reads them by index.
+
+    A user's class may override both methods.
+    """
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray: ...
 

@@ -492,7 +492,10 @@ class ReplayBuffer(Buffer):
 
     @classmethod
     def _load_new(cls, path: str | Path, given: Mapping[str, Any]) -> Self:
-        """Makes a buffer of a file; `given` are the arguments of the constructor that are in no file."""
+        """Makes a buffer of a file.
+
+        `given` are the arguments of the constructor that are in no file.
+        """
 
         def make(own: Mapping[str, Any]) -> Any:
             try:

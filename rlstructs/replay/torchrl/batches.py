@@ -229,7 +229,10 @@ class Sampling:
         return draws.finish(picked, arrays) if batch is None else batch.result()
 
     def sample(self, n: int, with_info: bool, packed: bool, windows: Mapping[str, Any]) -> Made:
-        """Makes a batch of n rows, or a pack of the windows that begin with them; see `packs.draw`."""
+        """Makes a batch of n rows, or a pack of windows.
+
+        The windows begin with these rows; see `packs.draw`.
+        """
         if not packed:
             if windows:
                 raise SpecError(f"sample: {sorted(windows)} are for packs: set packed=True")
@@ -269,7 +272,10 @@ class Sampling:
         return False
 
     def _request(self, n: int, with_info: bool, needs_episodes: bool = False) -> Request:
-        """Describes the draw for a batch of n rows, perhaps one for which it must be known where episodes end."""
+        """Describes the draw for a batch of n rows.
+
+        Perhaps one for which it must be known where episodes end.
+        """
         parts = self._parts
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)
         if not parts.store.view().total:

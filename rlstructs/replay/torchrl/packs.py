@@ -26,7 +26,9 @@ def draw(
     max_steps: int | None = None,
     states: Mapping[str, str] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Draws a pack of the windows that begin with drawn rows; the lock is held.
+    """Draws a pack of the windows that begin with drawn rows.
+
+    The lock is held.
 
     Args:
         parts: of the buffer.
@@ -59,7 +61,10 @@ def draw(
 
 
 def _length(sampler: Sampler, own: int, slice_len: int | None) -> int:
-    """The length of windows: that of the sampler's slices, or the one that is given for single rows."""
+    """Returns the length of windows.
+
+    It is that of the sampler's slices, or the one that is given for single rows.
+    """
     name = type(sampler).__name__
     if isinstance(sampler, SliceSampler):
         if slice_len is not None:
