@@ -132,7 +132,7 @@ class Engine:
         return self._supervisor.count_awaited(at_least, preempt)
 
     def check_out(self, out: Trajectories, n_rows: int | None = None) -> None:
-        """Raises unless a rollout of `rows` rows fits into `out`.
+        """Raises unless a rollout of `n_rows` rows fits into `out`.
 
         None stands for as many as the next one may have.
         """
