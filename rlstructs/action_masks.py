@@ -13,7 +13,7 @@ IGNORED_HINT = (
 
 
 def mask_logits(logits: torch.Tensor, mask: torch.Tensor, ignored: torch.Tensor | None = None) -> torch.Tensor:
-    """Gives actions that a mask forbids the lowest logit, so that none is drawn.
+    """Gives forbidden actions the lowest logit, so that none of them is drawn.
 
     Allowed actions whose logit is that low themselves, or minus infinity, are raised above it.
 

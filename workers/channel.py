@@ -159,7 +159,7 @@ class Channel:
     def receive(self) -> Any:
         """Waits for one message and returns its object.
 
-        Or its bytes, for a message that is not pickled.
+        A message that is not pickled gives its bytes.
 
         Raises:
             EOFError: the other side is gone.

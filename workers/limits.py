@@ -80,7 +80,7 @@ def _read_machine_bytes() -> int | None:
 def _read_group_bytes(root: Path = ROOT, own: Path = OWN, enough: int | None = None) -> list[int]:
     """Returns the bytes that each control group's limit leaves.
 
-    Or at least `enough`, where that much is left.
+    Where at least `enough` is left, it may return less than that limit leaves.
     """
     found = []
     for folder, version in list_groups("memory", root, own):

@@ -1,6 +1,6 @@
-"""Pickles by value, and explains why an object cannot be pickled.
+"""Pickles objects, and explains why one cannot be pickled.
 
-So no worker has to import the program's main module.
+By value, so that no worker has to import the program's main module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks the arguments of a batcher, and brings them into one form.
 
-Those of `make` and of `get(out=)` too.
+This includes the arguments of `make` and of `get(out=)`.
 """
 
 from __future__ import annotations

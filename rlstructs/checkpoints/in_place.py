@@ -163,7 +163,7 @@ def _is_writable(own: Any) -> bool:
         return False
     if own.is_inference() or own.is_quantized or own.is_nested:
         return False
-    return all(n <= 1 or step for n, step in zip(own.shape, own.stride(), strict=True))  # no number is there twice
+    return all(n <= 1 or step for n, step in zip(own.shape, own.stride(), strict=True))  # no element is repeated
 
 
 def _check_free(name: str, own: Any, saved: Any) -> None:

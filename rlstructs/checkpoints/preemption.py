@@ -30,7 +30,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.is_requested = False
-        self._n_blocks = 0  # that are under way, one in another
+        self._n_blocks = 0  # nested ones that are under way
         self._deadline = 0.0
         self._has_ended: _thread.LockType | None = None  # held from the signal on, until the program goes on
 

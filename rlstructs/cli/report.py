@@ -52,7 +52,7 @@ def is_folder(out: str | None) -> bool:
 
 
 def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None, trace: Path | None = None) -> None:
-    """Checks before the collection that the files that the options name can be written.
+    """Checks, before anything is collected, that the named files can be written.
 
     Raises:
         SpecError: see `check_path` and `check_folder`; or minari is not installed.
@@ -304,9 +304,9 @@ def end_steps(episodes: DictTensor) -> np.ndarray:
 
 
 def running_means(at: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the mean, at each step, of the last `window` values.
+    """Returns the mean of the last `window` values at each step.
 
-    If one step has more values, of all of them.
+    Where a step has more values than that, the mean is over all of them.
 
     Args:
         at: the step of each value, ascending, (K,).

@@ -136,7 +136,7 @@ class ShardMemory(PrioritizedMemory):
     def largest(self) -> float:
         """The priority of new rows: the largest one so far.
 
-        Of all shards, as far as this one knows.
+        It is that of all shards, as far as this one knows.
         """
         return self._priorities.max_priority
 

@@ -127,7 +127,7 @@ class EnvLives:
 
         Args:
             k: its index in the list.
-            env: it.
+            env: that environment.
             error: what it raised.
             in_reset: whether its reset has raised, not a step.
 
@@ -367,7 +367,7 @@ class EnvList:
             return False
         try:
             return not any(may_share_memory(map(leaf.pick, observations)) for leaf in self._leaves.values())
-        except (TypeError, LookupError):  # one is not in the space, as whoever writes it says
+        except (TypeError, LookupError):  # one is not in the space: writing it will raise
             return False
 
     def _find_index(self, row: int) -> int:

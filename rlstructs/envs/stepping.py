@@ -88,7 +88,7 @@ def find_step(error: BaseException) -> str:
 def read_reset(result: Any, env: Any, k: int | None = None) -> tuple[Any, Any]:
     """Returns the observation and info of a `reset`, after checking them.
 
-    Of environment k, or of a vector environment.
+    They come from environment k, or from a vector environment.
 
     Raises:
         SpecError: it returned something else.
@@ -102,7 +102,7 @@ def read_reset(result: Any, env: Any, k: int | None = None) -> tuple[Any, Any]:
 def check_step(result: Any, env: Any, k: int | None = None) -> None:
     """Raises SpecError if `step` returned something wrong.
 
-    Of a vector environment only the number of values is checked.
+    For a vector environment, only the number of values is checked.
     """
     if not isinstance(result, (tuple, list)) or len(result) != len(STEP):
         is_old = isinstance(result, (tuple, list)) and len(result) == OLD_STEP

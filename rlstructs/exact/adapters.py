@@ -1,8 +1,6 @@
 """Adapters: save objects that pickle cannot save, within a pickle.
 
-Simulators written in C, for example.
-
-Those of ALE and MuJoCo are here.
+Simulators written in C need them, for example; those for ALE and MuJoCo are here.
 
 With sticky actions ALE's emulator also remembers its last action, which its saved state lacks. As long as it happens to
 repeat that action, the next frames depend on it. `_find_last_action` tries all actions, plays some frames and compares.

@@ -80,14 +80,14 @@ class TensorIntake(LaneIntake):
     def specs(self) -> dict[str, Spec]:
         """The specs of the tensors, by name.
 
-        Those of tensors that are not allocated yet too.
+        Includes tensors that are not allocated yet.
         """
         planned = self._tensors.planned
         return {**planned, **super().specs} if planned else super().specs
 
     @property
     def writer(self) -> LaneIntake:
-        """What writes to the store in another process."""
+        """The writer to the store, for other processes."""
         return LaneIntake(self.storage)
 
     def choose_names(self, keys: Collection[str]) -> dict[str, str]:

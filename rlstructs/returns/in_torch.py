@@ -107,7 +107,7 @@ def _weight(given: Given, value: Weight) -> Weight:
 def _recurrence_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Computes x_t = a_t + b_t x_{t+1} in place of `a`, (B, T).
 
-    The last b of a row counts as 0, and where b is 0 what follows is left out, were it NaN: it is another episode.
+    The last b of a row counts as 0, and where b is 0, x_{t+1} is left out, even if it is NaN: it is another episode.
 
     It takes log2(T) rounds: x_t, the sum of its first `reach` terms, adds those of x_{t+reach} times the b in between.
     A loop over T takes 2 to 30 times as long (benchmarks/returns.py).

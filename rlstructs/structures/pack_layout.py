@@ -1,6 +1,6 @@
 """`Layout`: which step of which row each step of a pack is.
 
-And where its segments begin.
+It also says where the segments of the pack begin.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """The device of all tensors."""
         return self.cu_seqlens.device
 
     def lengths(self) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Layout:
         return padded.view(*shape, *cell)
 
     def with_info(self, info: Mapping[str, torch.Tensor]) -> Layout:
-        """With other values of its segments."""
+        """Returns the layout with other values of its segments."""
         return replace(self, info=DictTensor.trusted(info))
 
     def with_begins(self, begins: torch.Tensor) -> Layout:
@@ -151,7 +151,7 @@ class Layout:
     def take(self, pieces: Sequence[Piece]) -> tuple[Layout, torch.Tensor, np.ndarray]:
         """Returns the layout of some pieces.
 
-        And which steps they are, int64 (N,), on its device and on the CPU.
+        Also returns which steps these are, int64 (N,), on its device and on the CPU.
         """
         places, counts, bounds = seg.places_of(pieces, as_array(self.cu_seqlens))
         numbers = torch.tensor([(piece.segment, piece.start - piece.context) for piece in pieces], dtype=torch.int64)
@@ -172,7 +172,7 @@ class Layout:
     def fill_up(self, size: int, n_segments: int) -> Layout:
         """Adds steps that do not count, and empty segments.
 
-        Up to this size; the steps have a segment of their own.
+        The result has this size. The added steps have a segment of their own.
         """
         n_steps, n_more = size - self.n_steps, n_segments - self.n_segments
         mask = torch.ones_like(self.index, dtype=torch.bool) if self.mask is None else self.mask
@@ -218,7 +218,7 @@ class Layout:
         return cls(torch.cat(bounds), DictTensor.cat(tables), info, index, lengths, first, n_timesteps, 0)
 
     def ends(self, steps: Mapping[str, torch.Tensor]) -> seg.Ends:
-        """What tells how the segments go on in the next batch.
+        """Returns what says how the segments continue in the next batch.
 
         Args:
             steps: the tensors of the pack; what ends with a row may be an episode by one of them.
@@ -237,7 +237,7 @@ class Layout:
     def tree(self) -> dict[str, Any]:
         """The tensors by name, with the two tables."""
         mask = torch.ones_like(self.index, dtype=torch.bool) if self.mask is None else self.mask
-        # The last tells a pack that was split, even if all of its steps count, from a whole one.
+        # The mask marks a pack that was split, even if all of its steps count.
         sizes = torch.tensor([self.n_timesteps, self.max_seqlen, self.mask is not None], device=self.device)
         tensors = (self.cu_seqlens, mask, self.index, self.row_lengths, sizes, self.first_steps)
         tables = {"segments": self.segments._tree(), "info": self.info._tree()}

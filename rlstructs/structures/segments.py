@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 def find_begins(steps: TemporalDictTensor) -> np.ndarray:
     """Marks the steps that begin an episode, bool (B, T).
 
-    Those at t = 0 only as far as a key says so.
+    At t = 0 only a key can tell.
 
     Raises:
         MissingKeyError: no key says where episodes begin or end.
@@ -282,7 +282,7 @@ def find_segments(
 def flat(tensor: torch.Tensor, index: torch.Tensor, places: np.ndarray, is_full: bool) -> torch.Tensor:
     """Copies the steps of a tensor (B, T, ...).
 
-    Those at row * T + t, as (N, ...).
+    The step at index row * T + t of the result (N, ...) is step t of that row.
     """
     if is_full:
         return tensor.clone(memory_format=torch.contiguous_format).view(len(places), *tensor.shape[2:])

@@ -1,6 +1,6 @@
 """`Trajectories`: data constant over each trajectory, and data that vary with time.
 
-Also folders of them.
+`save_rollouts` and `load_rollouts` keep them in folders.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class _AgentCheck:
     def check_calls(self, source: DictTensor | VecEnv, n_steps: int) -> list[Moment]:
         """Runs an agent on a source, then on fewer of its rows.
 
-        Of rows it takes 1, 2 and all. Returns what the agent saw on the source.
+        It takes 1, 2 and all rows. Returns what the agent saw on the source.
         """
         agent = self._make_checked()
         script = record_script(agent, source, self._info, n_steps)

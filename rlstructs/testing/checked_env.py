@@ -321,7 +321,7 @@ def _values(tensor: torch.Tensor) -> str:
 def kind_of(value: Any) -> str:
     """Returns the type of a value, for messages.
 
-    Of a tuple, the types of its parts.
+    For a tuple, the types of its parts.
     """
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"

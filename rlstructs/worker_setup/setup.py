@@ -43,7 +43,7 @@ def read_libraries() -> dict[str, dict[str, bytes]]:
 
 
 def write_libraries(values: dict[str, dict[str, bytes]]) -> None:
-    """Writes settings that `read_libraries` returned, for each library when this process has loaded it."""
+    """Writes settings that `read_libraries` returned, for each library once this process loads it."""
     for name, settings in values.items():
         after_import(name, partial(_write, name, settings))
 
@@ -128,7 +128,7 @@ def gymnasium_settings() -> Table:
 
 
 def jax_settings() -> Table:
-    """Settings of jax: what its numbers are."""
+    """Settings of jax: the dtypes and the precision of its numbers."""
     import jax
 
     config: Any = jax.config

@@ -327,7 +327,7 @@ class EnvGroup(EnvList):
 class _Idle(NamedTuple):
     """Stands for an environment whose step only resets it.
 
-    Or for one that waits for a reset.
+    It also stands for one that waits for a reset.
     """
 
     group: EnvGroup

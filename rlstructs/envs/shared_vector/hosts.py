@@ -224,7 +224,7 @@ class WorkerHost(Host):
         # worker's share of the group.
         self._shares = [[_slice(shares[index]) for shares in shared] for index in range(n_workers)]
         places = [(index, group, mine) for group, shares in enumerate(shared) for index, mine in enumerate(shares)]
-        # For each share, in the order of the environments, where its future is among those of a request to all.
+        # For each share, ordered by environment, the index of its future among those of a request to all.
         self._order = [index * len(groups) + group for index, group, _ in places]
         self._place_of = [(index, group, env - mine[0]) for index, group, mine in places for env in mine]
         self._futures: list[Future] = []  # of the last request to all environments, by worker and group
@@ -363,9 +363,9 @@ class WorkerHost(Host):
         self._arena.close()
 
     def _add_places(self, error: WorkerCrashed | WorkerTimeout) -> None:
-        """Adds notes to an error: the environments that workers were stepping.
+        """Adds notes to an error: which environments the failed workers were stepping.
 
-        The worker that died, or each late one.
+        These are the worker that died, or all late ones.
         """
         for index, (mine, state) in enumerate(zip(self._shares, self._pool.states, strict=True)):
             is_late = isinstance(error, WorkerTimeout) and state == "busy"

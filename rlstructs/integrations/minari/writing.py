@@ -103,7 +103,7 @@ class _Writer:
     def add(self, batch: Trajectories) -> None:
         """Writes the episodes that end in a rollout, and parts of large ones.
 
-        Those parts are steps of large episodes that continue.
+        Such parts hold steps of episodes that continue.
         """
         self._write(self._joiner.add(batch))
         going = self._joiner.going

@@ -278,7 +278,7 @@ _WAITING = Shown(None, None)
 
 
 def _with_index(infos: InfoColumns) -> InfoColumns:
-    """These columns and that of the agent's index."""
+    """Adds the column of the agent's index."""
     dtypes = {key.removeprefix(PREFIX): dtype for key, (_, dtype) in infos.specs.items()}
     if AGENT_INDEX in dtypes:
         raise SpecError(f"info_keys: {AGENT_INDEX!r} is recorded always, leave it out")

@@ -278,7 +278,7 @@ class NStepReplayBuffer(ReplayBuffer):
 
     Args:
         settings: as of `ReplayBuffer`.
-        n_steps: n, the most rewards that are added up. Fewer where the episode ends, or where rows end.
+        n_steps: n, the most rewards that are added up. There are fewer at the end of an episode, or of the rows.
         gamma: discount of a step, from 0 to 1; that of the algorithm.
 
     Raises:

@@ -118,7 +118,7 @@ class SharedVecEnv(VecEnv):  # type: ignore[misc]
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Sets an attribute of each environment's outermost wrapper.
 
-        Of all environments, or of those of `indices`.
+        It does so in all environments, or in those of `indices`.
         """
         self._apply(partial(env_functions.set_attribute, attr_name, value), indices)
 

@@ -201,7 +201,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
     def _stack(self, batch: Any) -> np.ndarray:
         """Stacks observations as `DummyVectorEnv` does.
 
-        Of a Dict space it makes an array of dicts.
+        For a Dict space, makes an array of dicts.
         """
         return batch if isinstance(batch, np.ndarray) else np.stack(list(iterate(self._envs.observation_space, batch)))
 

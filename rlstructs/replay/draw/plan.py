@@ -19,7 +19,7 @@ from rlstructs.replay.draw.view import AnyView, View
 
 # How sequences treat the end of an episode: they cross it, mask the rows after it, or never have one inside.
 CROSS_ENDS, MASK_ENDS, AVOID_ENDS = EPISODE_ENDS = ("cross", "mask", "never")
-# What a row that may be drawn is, for messages.
+# The words for a row that may be drawn, in messages.
 WINDOW = "window of this length"
 # Number of draws before all rows that fit are listed instead.
 TRIES = 8
@@ -82,7 +82,7 @@ class Picker(Protocol):
 
 
 class Viewed(Protocol):
-    """What has views of its rows: a store."""
+    """A store, which has views of its rows."""
 
     def view(self, length: int = 1) -> View:
         """The rows that have `length - 1` others after them."""
@@ -161,7 +161,7 @@ class Uniform:
     def pick(
         self, view: AnyView, n: int, rng: np.random.Generator, fits: Fits | None = None, wanted: str = WINDOW
     ) -> tuple[np.ndarray, Fields]:
-        """Draws rows, without replacement maybe fewer than `n`; they have no fields."""
+        """Draws rows, which have no fields; without replacement, perhaps fewer than `n`."""
         if fits is None:
             return self.draw(view, n, rng), {}
         if self.replacement is not False:
@@ -199,7 +199,7 @@ def draw_fitting(
         n: how many.
         choose: draws a given number from an array of row ids, with the distribution of `draw`.
         view: lists all rows.
-        wanted: what a row that fits is, for the message.
+        wanted: describes a row that fits, for the message.
 
     Raises:
         SpecError: no row fits.

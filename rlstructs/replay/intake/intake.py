@@ -204,7 +204,7 @@ class Intake:
     def find_specs(self, values: Mapping[str, Any]) -> dict[str, Spec]:
         """Finds the specs of the columns.
 
-        And the new ones of those whose dtype values of trajectories will change.
+        Also returns the new specs of columns whose dtype will change for values of trajectories.
         """
         return self.specs
 

@@ -1,6 +1,6 @@
-"""Columns of next observations, which are stored only once.
+"""Columns of next observations, each stored as the observation of the following row.
 
-They are stored as the observation of the following row. Except at the end of an episode, the next observation of a step
+Except at the end of an episode, the next observation of a step
 is the observation of the following step. A linked column stores nothing where the following row holds the same bits in
 its source. Other values are stored separately, in sparse memory. The newest row of a lane has no following row yet, so
 its value waits until that row is written.
@@ -286,7 +286,7 @@ class LinkedColumns(Columns):
         link, ids = self.links[name], rows.reshape(-1)
         is_separate = link.is_separate[ids]
         n_separate = np.count_nonzero(is_separate)
-        # First all from the place where most are, because a mask makes copies slow.
+        # Copies all values from where most of them are, then corrects the others: a mask makes copies slow.
         if 2 * n_separate <= ids.size:
             [values] = self.gather([link.source], self.shifted(ids, 1))
             if n_separate:

@@ -140,7 +140,7 @@ class HERReplayBuffer(ReplayBuffer):
         size: number of rows.
         compute_reward_fn: from achieved goals after n steps and desired goals, (n, ...) each, to n rewards.
         horizon: most steps of an episode.
-        future_k: number of relabelled episodes for each other one, plus one; at least 1.
+        future_k: one in so many episodes keeps its own goal; at least 1.
         settings: see `ReplayBuffer`.
 
     Raises:

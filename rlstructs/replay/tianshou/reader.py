@@ -64,7 +64,7 @@ class Reader:
 
     @property
     def picker(self) -> Picker:
-        """What draws rows."""
+        """The picker that draws rows."""
         return EVENLY
 
     # By index; each method is called by `Table.read_whole`

@@ -274,7 +274,7 @@ class Sampling:
     def _request(self, n: int, with_info: bool, needs_episodes: bool = False) -> Request:
         """Describes the draw for a batch of n rows.
 
-        Perhaps one for which it must be known where episodes end.
+        For some draws it must be known where episodes end.
         """
         parts = self._parts
         request = (*(parts.sampler.plan(n) if n else (0, 1)), with_info)

@@ -1,4 +1,4 @@
-"""Makes `TensorDict`s from batches if a buffer's rows came so.
+"""Turns batches back into `TensorDict`s, if a buffer was given its rows as such.
 
 `TensorDict` is the class of the package tensordict.
 """
@@ -41,7 +41,7 @@ def refuse_tensorclass(batch: Any, owner: str) -> None:
 def find_axes(batch: Any, n_more: int = 0) -> Axes | None:
     """Counts the batch axes of a `TensorDict`, and `n_more` in front.
 
-    A list of them, each a row, has one more. None for rows in any other form, and if there is no axis.
+    A list of `TensorDict`s, each a row, has one axis more. Returns None for other batches, and without axes.
     """
     if isinstance(batch, Sequence) and batch and all(map(is_tensordict, batch)):
         return find_axes(batch[0], n_more + 1)
