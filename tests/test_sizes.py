@@ -13,10 +13,7 @@ LONG_FUNCTIONS = {
     "rlstructs/replay/draw/sum_tree.py _draw": 67,
     "rlstructs/replay/keep/saving.py _restorer": 48,
     "rlstructs/replay/torchrl/buffer.py DictTensorReplayBuffer.__init__": 46,
-    "rlstructs/returns/kernels.py _make_vtrace": 48,
-    "rlstructs/returns/kernels.py _make_vtrace.vtrace": 46,
     "rlstructs/rollout/rollout.py Rollout.run": 50,
-    "workers/process.py WorkerProcess.__init__": 41,
 }
 
 

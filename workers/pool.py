@@ -19,7 +19,7 @@ from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt,
 from rlstructs.workers.logs import LogPipe
 from rlstructs.workers.loop import close_job
 from rlstructs.workers.messages import Build, Call, Close, Future, Post, State, gather_values
-from rlstructs.workers.process import WorkerProcess, end_all
+from rlstructs.workers.process import StartOptions, WorkerProcess, end_all
 from rlstructs.workers.public_names import set_module
 from rlstructs.workers.replies import Exchange
 from rlstructs.workers.script import make_build_request
@@ -88,7 +88,7 @@ class WorkerPool:
         start_method = start_method or default_start_method()
         self._first = make_build_request(setup, init_worker, factory, start_method)
         self._log = LogPipe()
-        self._arguments = (shared, start_method, tuple(preload), name, self._log.writer)
+        self._options = StartOptions(shared, start_method, tuple(preload), name, self._log.writer)
         self._workers: list[WorkerProcess] = []
         self._exchange = Exchange(self._workers, self._log, timeout)
         # Not weakref.finalize: this one runs before multiprocessing joins the remaining children at exit, and never in
@@ -326,7 +326,7 @@ class WorkerPool:
     def _begin(self, index: int) -> None:
         """Starts a worker and puts it in its place in the list."""
         with defer_interrupt():  # a worker that is started but not listed would never be ended
-            worker = WorkerProcess(index, *self._arguments, self.timeout)
+            worker = WorkerProcess(index, self._options, self.timeout)
             self._workers[index : index + 1] = [worker]
             try:
                 self._exchange.watch.add(worker)

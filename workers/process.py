@@ -10,7 +10,7 @@ import select
 import signal
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlstructs.workers import interrupts, loop, messages, pickling, start
 from rlstructs.workers.arena import FORBIDDEN, Descriptor, open_pidfd
@@ -34,19 +34,28 @@ EXIT_CODE_DELAY = 1.0
 TERM_DELAY, KILL_DELAY = 0.5, 1.0
 
 
+class StartOptions(NamedTuple):
+    """How the workers of a pool are started.
+
+    Attributes:
+        shared: objects that each of them gets besides its requests.
+        start_method: of multiprocessing.
+        preload: modules that the fork server imports.
+        name: of the processes, before the index.
+        log: the end of the pipe to which workers write log records.
+    """
+
+    shared: tuple[Any, ...]
+    start_method: str
+    preload: tuple[str, ...]
+    name: str
+    log: Descriptor
+
+
 class WorkerProcess:
     """One worker process and the pipe to it."""
 
-    def __init__(
-        self,
-        index: int,
-        shared: tuple[Any, ...],
-        start_method: str,
-        preload: tuple[str, ...],
-        name: str,
-        log: Descriptor,
-        timeout: float | None = None,
-    ) -> None:
+    def __init__(self, index: int, options: StartOptions, timeout: float | None = None) -> None:
         self.index = index
         self.state = State.GONE
         self.last_request = "start"
@@ -54,6 +63,7 @@ class WorkerProcess:
         # When the wait for its next reply began, in the time of `time.monotonic`.
         self.since = time.monotonic()
         self.channel, workers_end = Channel.pair()
+        shared, start_method, preload, name, log = options
         dies_with_parent = start.dies_with_parent(start_method)
         try:
             with interrupts.block_sigint(), start.allow_children_of_daemons():

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="valid-type,untyped-decorator,no-untyped-def,no-any-return,operator"
-# ruff: noqa: UP018 # Warp needs `bool(False)` for a bool that changes in a loop
+# ruff: noqa: SIM108 # Warp computes both sides of a conditional expression
 """Warp kernels of the functions of this package, in 32 and in 64 bits.
 
 A thread walks over one row, from its last step to its first; for n-step returns, each step has a thread. Tensors (B, T)
@@ -11,7 +11,7 @@ out, not multiplied by 0, because they may be NaN.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import warp as wp
@@ -30,16 +30,28 @@ def _counts(mask: wp.uint64, t: wp.int32) -> bool:
 
 
 @wp.func
-def _ends(terminated: wp.uint64, truncated: wp.uint64, t: wp.int32) -> bool:
-    return _is_set(terminated, t) or _is_set(truncated, t)
+def _goes_on(steps: Any, t: wp.int32, end: wp.int32) -> bool:
+    if _is_set(steps.terminated, t) or _is_set(steps.truncated, t) or t + 1 == end:
+        return False
+    return _counts(steps.mask, t + 1)
 
 
 @functools.cache
-def make_kernels(dtype: Any) -> dict[str, Any]:
-    """Returns the kernels by function name, for `wp.float32` or `wp.float64`.
+def make_kernels(dtype: Any) -> tuple[dict[str, Any], Callable]:
+    """Makes the kernels for `wp.float32` or `wp.float64`, which Warp compiles together.
 
-    Warp compiles them together.
+    Returns:
+        The kernels by function name; and the function that makes their first argument of the numbers in `steps`.
     """
+    addresses = ("rewards", "next_values", "terminated", "truncated", "mask", "gammas")
+    kinds = dict.fromkeys(addresses, wp.uint64) | {"gamma": dtype, "n_timesteps": wp.int32}
+    Steps = wp.struct(type(f"Steps_{dtype.__name__}", (), {"__annotations__": kinds, "__module__": __name__}))
+
+    def make_steps(numbers: Iterable[float]) -> Any:
+        steps = Steps()
+        for name, number in zip(kinds, numbers, strict=True):
+            setattr(steps, name, number)
+        return steps
 
     @wp.func
     def read(values: wp.uint64, t: wp.int32) -> dtype:
@@ -57,44 +69,41 @@ def make_kernels(dtype: Any) -> dict[str, Any]:
         return read(weights, t)
 
     @wp.func
-    def after(next_values: wp.uint64, terminated: wp.uint64, t: wp.int32) -> dtype:
-        if _is_set(terminated, t):
+    def after(steps: Any, t: wp.int32) -> dtype:
+        if _is_set(steps.terminated, t):
             return dtype(0.0)
-        return read(next_values, t)
+        return read(steps.next_values, t)
 
     makers = (_make_gae, _make_discounted_returns, _make_lambda_returns, _make_n_step_returns, _make_vtrace)
     kernel = wp.kernel(enable_backward=False, module=f"{__name__}.{dtype.__name__}")
-    return {maker.__name__.removeprefix("_make_"): kernel(maker(dtype, read, write, weight, after)) for maker in makers}
+    kernels = {}
+    for maker in makers:
+        function = maker(dtype, read, write, weight, after)
+        function.__annotations__["steps"] = Steps
+        kernels[function.__name__] = kernel(function)
+    return kernels, make_steps
 
 
 def _make_gae(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> Callable:
     def gae(
-        rewards: wp.uint64,
-        next_values: wp.uint64,
-        terminated: wp.uint64,
-        truncated: wp.uint64,
-        mask: wp.uint64,
-        gammas: wp.uint64,
-        gamma: dtype,
-        n_timesteps: wp.int32,
+        steps: Any,
         values: wp.uint64,
         lambdas: wp.uint64,
         lambda_: dtype,
         advantages: wp.uint64,
         targets: wp.uint64,
     ) -> None:
-        end = (wp.tid() + 1) * n_timesteps
+        end = (wp.tid() + 1) * steps.n_timesteps
         advantage = dtype(0.0)
-        next_counts = bool(False)
-        for back in range(n_timesteps):
+        for back in range(steps.n_timesteps):
             t = end - 1 - back
-            counts = _counts(mask, t)
+            counts = _counts(steps.mask, t)
             target = dtype(0.0)
             if counts:
-                g = weight(gammas, gamma, t)
+                g = weight(steps.gammas, steps.gamma, t)
                 value = read(values, t)
-                delta = read(rewards, t) + g * after(next_values, terminated, t) - value
-                if next_counts and not _ends(terminated, truncated, t):
+                delta = read(steps.rewards, t) + g * after(steps, t) - value
+                if _goes_on(steps, t, end):
                     advantage = delta + g * weight(lambdas, lambda_, t) * advantage
                 else:
                     advantage = delta
@@ -103,66 +112,48 @@ def _make_gae(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> Cal
                 advantage = dtype(0.0)
             write(advantages, t, advantage)
             write(targets, t, target)
-            next_counts = counts
 
     return gae
 
 
 def _make_discounted_returns(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> Callable:
     def discounted_returns(
-        rewards: wp.uint64,
-        next_values: wp.uint64,
-        terminated: wp.uint64,
-        truncated: wp.uint64,
-        mask: wp.uint64,
-        gammas: wp.uint64,
-        gamma: dtype,
-        n_timesteps: wp.int32,
+        steps: Any,
         returns: wp.uint64,
     ) -> None:
-        end = (wp.tid() + 1) * n_timesteps
+        end = (wp.tid() + 1) * steps.n_timesteps
         result = dtype(0.0)
-        next_counts = bool(False)
-        for back in range(n_timesteps):
+        for back in range(steps.n_timesteps):
             t = end - 1 - back
-            counts = _counts(mask, t)
+            counts = _counts(steps.mask, t)
             if counts:
-                if not next_counts or _ends(terminated, truncated, t):
-                    result = after(next_values, terminated, t)
-                result = read(rewards, t) + weight(gammas, gamma, t) * result
+                if not _goes_on(steps, t, end):
+                    result = after(steps, t)
+                result = read(steps.rewards, t) + weight(steps.gammas, steps.gamma, t) * result
             else:
                 result = dtype(0.0)
             write(returns, t, result)
-            next_counts = counts
 
     return discounted_returns
 
 
 def _make_lambda_returns(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> Callable:
     def lambda_returns(
-        rewards: wp.uint64,
-        next_values: wp.uint64,
-        terminated: wp.uint64,
-        truncated: wp.uint64,
-        mask: wp.uint64,
-        gammas: wp.uint64,
-        gamma: dtype,
-        n_timesteps: wp.int32,
+        steps: Any,
         lambdas: wp.uint64,
         lambda_: dtype,
         returns: wp.uint64,
     ) -> None:
-        end = (wp.tid() + 1) * n_timesteps
+        end = (wp.tid() + 1) * steps.n_timesteps
         result = dtype(0.0)
-        next_counts = bool(False)
-        for back in range(n_timesteps):
+        for back in range(steps.n_timesteps):
             t = end - 1 - back
-            counts = _counts(mask, t)
+            counts = _counts(steps.mask, t)
             if counts:
-                g = weight(gammas, gamma, t)
-                reward = read(rewards, t)
-                value = after(next_values, terminated, t)
-                if next_counts and not _ends(terminated, truncated, t):
+                g = weight(steps.gammas, steps.gamma, t)
+                reward = read(steps.rewards, t)
+                value = after(steps, t)
+                if _goes_on(steps, t, end):
                     w = g * weight(lambdas, lambda_, t)
                     result = reward + (g - w) * value + w * result
                 else:
@@ -170,37 +161,27 @@ def _make_lambda_returns(dtype: Any, read: Any, write: Any, weight: Any, after: 
             else:
                 result = dtype(0.0)
             write(returns, t, result)
-            next_counts = counts
 
     return lambda_returns
 
 
 def _make_n_step_returns(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> Callable:
     def n_step_returns(
-        rewards: wp.uint64,
-        next_values: wp.uint64,
-        terminated: wp.uint64,
-        truncated: wp.uint64,
-        mask: wp.uint64,
-        gammas: wp.uint64,
-        gamma: dtype,
-        n_timesteps: wp.int32,
+        steps: Any,
         n: wp.int32,
         returns: wp.uint64,
     ) -> None:
         first = wp.tid()
-        last = wp.min(first + n, (first / n_timesteps + 1) * n_timesteps) - 1
+        end = (first / steps.n_timesteps + 1) * steps.n_timesteps
+        last = wp.min(first + n, end) - 1
         result = dtype(0.0)
         discount = dtype(1.0)
         t = first
-        while t <= last and _counts(mask, t):
-            result = result + discount * read(rewards, t)
-            discount = discount * weight(gammas, gamma, t)
-            is_last = t == last or _ends(terminated, truncated, t)
-            if not is_last:
-                is_last = not _counts(mask, t + 1)
-            if is_last:
-                result = result + discount * after(next_values, terminated, t)
+        while t <= last and _counts(steps.mask, t):
+            result = result + discount * read(steps.rewards, t)
+            discount = discount * weight(steps.gammas, steps.gamma, t)
+            if t == last or not _goes_on(steps, t, end):
+                result = result + discount * after(steps, t)
                 last = t
             t = t + 1
         write(returns, first, result)
@@ -210,14 +191,7 @@ def _make_n_step_returns(dtype: Any, read: Any, write: Any, weight: Any, after: 
 
 def _make_vtrace(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> Callable:
     def vtrace(
-        rewards: wp.uint64,
-        next_values: wp.uint64,
-        terminated: wp.uint64,
-        truncated: wp.uint64,
-        mask: wp.uint64,
-        gammas: wp.uint64,
-        gamma: dtype,
-        n_timesteps: wp.int32,
+        steps: Any,
         values: wp.uint64,
         ratios: wp.uint64,
         target_log_probs: wp.uint64,
@@ -227,25 +201,24 @@ def _make_vtrace(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> 
         advantages: wp.uint64,
         targets: wp.uint64,
     ) -> None:
-        end = (wp.tid() + 1) * n_timesteps
+        end = (wp.tid() + 1) * steps.n_timesteps
         correction = dtype(0.0)
         target = dtype(0.0)
-        next_counts = bool(False)
-        for back in range(n_timesteps):
+        for back in range(steps.n_timesteps):
             t = end - 1 - back
-            counts = _counts(mask, t)
+            counts = _counts(steps.mask, t)
             advantage = dtype(0.0)
             if counts:
-                g = weight(gammas, gamma, t)
-                value, reward = read(values, t), read(rewards, t)
-                following = after(next_values, terminated, t)
+                g = weight(steps.gammas, steps.gamma, t)
+                value, reward = read(values, t), read(steps.rewards, t)
+                following = after(steps, t)
                 if ratios == wp.uint64(0):
                     ratio = wp.exp(read(target_log_probs, t) - read(behaviour_log_probs, t))
                 else:
                     ratio = read(ratios, t)
                 rho = wp.where(ratio > rho_clip, rho_clip, ratio)  # NaN stays NaN
                 delta = rho * (reward + g * following - value)
-                if next_counts and not _ends(terminated, truncated, t):
+                if _goes_on(steps, t, end):
                     following = target
                     correction = delta + g * wp.where(ratio > c_clip, c_clip, ratio) * correction
                 else:
@@ -254,6 +227,5 @@ def _make_vtrace(dtype: Any, read: Any, write: Any, weight: Any, after: Any) -> 
                 advantage = rho * (reward + g * following - value)
             write(advantages, t, advantage)
             write(targets, t, wp.where(counts, target, dtype(0.0)))
-            next_counts = counts
 
     return vtrace

@@ -16,6 +16,8 @@ from rlstructs.returns.inputs import Given, Weight
 
 LOG = logging.getLogger("rlstructs")
 
+# The first inputs of every kernel: five tensors, gamma as tensor and as number, and T.
+N_COMMON = 8
 TWO_RESULTS = {"gae", "vtrace"}
 THREAD_PER_STEP = {"n_step_returns"}
 
@@ -126,17 +128,18 @@ def _load(device: torch.device, dtype: torch.dtype) -> Start | None:
         wp = start_warp()
         from rlstructs.returns.kernels import make_kernels
 
-        kernels = make_kernels(wp.float64 if dtype == torch.float64 else wp.float32)
+        kernels, make_steps = make_kernels(wp.float64 if dtype == torch.float64 else wp.float32)
 
-        def on_cpu(name: str, n_threads: int, inputs: list[float]) -> None:
-            wp.launch(kernels[name], n_threads, inputs, device="cpu", record_tape=False)
+        def start(name: str, n_threads: int, inputs: list[float]) -> None:
+            inputs = [make_steps(inputs[:N_COMMON]), *inputs[N_COMMON:]]
+            if device.type == "cuda":
+                stream = wp.stream_from_torch(torch.cuda.current_stream(device))
+                where = {"stream": stream, "block_dim": THREADS_PER_BLOCK}
+            else:
+                where = {"device": "cpu"}
+            wp.launch(kernels[name], n_threads, inputs, record_tape=False, **where)
 
-        def on_gpu(name: str, n_threads: int, inputs: list[float]) -> None:
-            stream = wp.stream_from_torch(torch.cuda.current_stream(device))
-            wp.launch(kernels[name], n_threads, inputs, stream=stream, block_dim=THREADS_PER_BLOCK, record_tape=False)
-
-        start = on_gpu if device.type == "cuda" else on_cpu
-        start("discounted_returns", 1, [0] * 9)  # over no step, so that the kernels are loaded here
+        start("discounted_returns", 1, [0] * (N_COMMON + 1))  # over no step, so that the kernels are loaded here
     except Exception as error:
         LOG.warning("Warp cannot load the kernels of returns; torch computes returns instead, more slowly: %s", error)
         return None
