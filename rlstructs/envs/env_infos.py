@@ -217,7 +217,7 @@ def write_finals(leaves: Mapping[str, Leaf], at: np.ndarray, finals: Any, arrays
         SpecError: one is missing, or not in the space.
     """
     for key, leaf in leaves.items():
-        name, n_envs = f"final observation {key!r}", len(arrays[key])
+        name, n_envs = f"final {leaf.describe()}", len(arrays[key])
         each, row_leaf = _split_finals(leaf, finals, n_envs)
         if each is None:
             found = leaf.read(f"environment: {name}", finals, (n_envs, *leaf.shape))[at]

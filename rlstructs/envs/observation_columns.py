@@ -68,7 +68,7 @@ class ObservationRows:
     def fill_batch(self, batch: Any, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes every leaf of E batched observations to its key's array."""
         for key, leaf in self._leaves.items():
-            got = leaf.read(f"environment: observation {key!r}", batch, (self._n_envs, *leaf.shape))
+            got = leaf.read(f"environment: {leaf.describe()}", batch, (self._n_envs, *leaf.shape))
             _copy(arrays[key], got.reshape(self._n_envs, *leaf.row_shape))
 
 

@@ -186,6 +186,10 @@ class Leaf(SpaceLeaf):
         """
         return self.key if self.path else "frame"
 
+    def describe(self) -> str:
+        """The words for this leaf of an observation, for messages."""
+        return f"observation {self.key!r}" if self.path else "observation"
+
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row of observations: a Discrete one has a feature axis."""
@@ -363,5 +367,5 @@ class Column:
             got = None  # `read` raises an error that names it
         is_ready = isinstance(got, (np.ndarray, np.generic)) and got.dtype == leaf.dtype and got.shape == leaf.shape
         if not is_ready:
-            got = leaf.read(f"environment {environment}: observation {leaf.name!r}", observation, leaf.shape)
+            got = leaf.read(f"environment {environment}: {leaf.describe()}", observation, leaf.shape)
         self.array[row] = got

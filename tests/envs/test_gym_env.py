@@ -506,8 +506,8 @@ def test_a_wrong_action_is_refused_when_only_some_run(action, message):
         ({"reward": 1j}, "reward must be a number, got 1j"),
         ({"reward": np.ones(2)}, r"reward must be a number, got array\(\[1., 1.\]\)"),
         ({"reward": [1.0]}, r"reward must be a number, got \[1.0\]"),
-        ({"observation": np.zeros(3, np.float32)}, r"observation 'frame' has shape \(3,\), the space says \(2,\)"),
-        ({"observation": np.array(["a", "b"])}, "observation 'frame' has dtype <U1"),
+        ({"observation": np.zeros(3, np.float32)}, r"observation has shape \(3,\), the space says \(2,\)"),
+        ({"observation": np.array(["a", "b"])}, "observation has dtype <U1"),
     ],
     ids=["none", "text", "complex", "vector", "list", "shape", "dtype"],
 )
@@ -533,9 +533,9 @@ def test_a_wrong_first_observation_is_refused_by_environment():
 
     env = GymEnvInf([Giving(), Wrong(length=1)], 0)
     env.reset()
-    with pytest.raises(SpecError, match=r"^environment 1: observation 'frame' has shape \(1,\)"):
+    with pytest.raises(SpecError, match=r"^environment 1: observation has shape \(1,\)"):
         act(env, 0, 0)
-    with pytest.raises(SpecError, match=r"^environment 1: observation 'frame' has shape \(1,\)"):
+    with pytest.raises(SpecError, match=r"^environment 1: observation has shape \(1,\)"):
         env.reset()
 
 

@@ -431,12 +431,12 @@ def test_an_agent_with_history_needs_another_mode():
     ("changes", "message"),
     [
         ({"ends": True}, r"^environment: Own ended an episode without infos\['final_obs'\]$"),
-        ({"ends": True, "infos": {"final_obs": np.ones((2, 3))[:, :2]}}, r"final observation 'frame' has shape"),
+        ({"ends": True, "infos": {"final_obs": np.ones((2, 3))[:, :2]}}, r"final observation has shape"),
         ({"ends": True, "infos": [{}, {}]}, "^environment: infos with 'final_obs' must be .* or 2 dicts, got list$"),
         ({"rewards": np.ones(1)}, r"^environment: reward must be 2 numbers, got \(1,\) float64$"),
         ({"rewards": [None, 1]}, r"^environment: reward must be 2 numbers, got \(2,\) object$"),
-        ({"frames": np.zeros((2, 4), np.float32)}, r"observation 'frame' has shape \(2, 4\), the space says \(2, 3\)$"),
-        ({"frames": np.zeros((2, 3), "U1")}, "observation 'frame' has dtype <U1, and values that"),
+        ({"frames": np.zeros((2, 4), np.float32)}, r"observation has shape \(2, 4\), the space says \(2, 3\)$"),
+        ({"frames": np.zeros((2, 3), "U1")}, "observation has dtype <U1, and values that"),
     ],
 )
 def test_what_is_not_as_the_space_says_is_refused(changes, message):

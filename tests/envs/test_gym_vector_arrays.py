@@ -245,9 +245,9 @@ def test_final_observations_may_be_a_dict_of_arrays_of_objects():
 @pytest.mark.parametrize(
     ("infos", "message"),
     [
-        (lambda *_: {"final_obs": [None, np.zeros(2), np.zeros(2)]}, "^environment 0: final observation 'frame' is m"),
-        (lambda *_: [{}, {"final_obs": np.zeros(2)}, {}], r"^environment 0: final observation 'frame' is missing: .*"),
-        (lambda *_: {"final_obs": [np.zeros(3)] * 3}, r"^environment 0: final observation 'frame' has shape \(3,\)"),
+        (lambda *_: {"final_obs": [None, np.zeros(2), np.zeros(2)]}, "^environment 0: final observation is m"),
+        (lambda *_: [{}, {"final_obs": np.zeros(2)}, {}], r"^environment 0: final observation is missing: .*"),
+        (lambda *_: {"final_obs": [np.zeros(3)] * 3}, r"^environment 0: final observation has shape \(3,\)"),
         (lambda *_: {"final_obs": None}, r"^environment: Walk ended an episode without infos\['final_obs'\]$"),
         (lambda *_: None, "^environment: infos with 'final_obs' must be a dict or 3 dicts, got NoneType$"),
         (lambda *_: [{"final_obs": np.zeros(2)}], "^environment: infos with 'final_obs' must .* or 3 dicts, got list$"),

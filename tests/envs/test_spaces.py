@@ -207,7 +207,7 @@ def test_a_wrong_observation_is_refused_by_environment_and_key(space, wrong, mes
 
 
 def test_sizes_that_only_add_up_are_refused():
-    with pytest.raises(SpecError, match=r"^environment 0: observation 'frame' has shape \(3,\)"):
+    with pytest.raises(SpecError, match=r"^environment 0: observation has shape \(3,\)"):
         column_of(UINT8).fill([np.zeros(3, np.uint8), np.zeros(1, np.uint8)])
 
 

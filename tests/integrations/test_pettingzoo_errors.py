@@ -45,7 +45,7 @@ ODD = {
     "a stranger": (join, r"agents has \['stranger'\], which possible_agents lacks"),
     "a wrong shape": (
         lambda env, result: [dict.fromkeys(result[0], np.zeros(2, np.float32)), *result[1:]],
-        r"environment 0 \(agent 'a'\): observation 'frame' has shape \(2,\), the space says \(3,\)",
+        r"environment 0 \(agent 'a'\): observation has shape \(2,\), the space says \(3,\)",
     ),
     "a wrong reward": (
         lambda env, result: [result[0], dict.fromkeys(result[1], "x"), *result[2:]],
