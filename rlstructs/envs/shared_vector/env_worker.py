@@ -97,14 +97,9 @@ class EnvWorker:
 
     def close(self) -> None:
         """Closes every environment, even if some raise; then raises the first error."""
-        errors: list[Exception] = []
-        for group in self._groups:
-            try:
-                group.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # calls the last one first, so that the first error is raised at the end
+            for group in self._groups:
+                stack.callback(group.close)
 
     def _read_actions(self, data: bytes, rows: slice) -> list[Any]:
         if data.startswith(PICKLED):

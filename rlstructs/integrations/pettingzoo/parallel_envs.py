@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -137,14 +138,9 @@ class ParallelEnvs(RowDefaults):
 
     def close(self) -> None:
         """Closes every environment, even if some raise; then raises the first error."""
-        errors = []
-        for group in self._groups:
-            try:
-                group.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # calls the last one first, so that the first error is raised at the end
+            for group in self._groups:
+                stack.callback(group.close)
 
     @property
     def may_idle(self) -> bool:
