@@ -4,10 +4,10 @@
     python tests/walk.py --order
 
 Two workers with four CartPoles and a random agent each have finished a rollout. The trainer then hands it out, once by
-`RL_Batcher.get`, once by `RL_Batcher.lease`, and once by `RayBatcher.get` if ray is installed. For each call the table
-has the number of files of `workers/` and `rlstructs/` in which a function was called, and how often control went from
-one of these files to another, by a call or by a return. `--order` lists the files, in the order in which the call
-reaches them.
+`RL_Batcher.get`, once by `RL_Batcher.lease`, and once by `RayBatcher.get` if ray is installed. A `SharedVectorEnv` of
+eight CartPoles in two workers makes a step. For each call the table has the number of files of `workers/` and
+`rlstructs/` in which a function was called, and how often control went from one of these files to another, by a call or
+by a return. `--order` lists the files, in the order in which the call reaches them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from clusters import ray_cluster
 
 import rlstructs
-from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher
+from rlstructs import GymEnvInf, RandomAgent, RayBatcher, RL_Batcher, SharedVectorEnv
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
 from rlstructs.replay import (
     ChunkReplayBuffer,
@@ -109,6 +109,14 @@ def ray_walk():
         return walk_of(batcher, "get")
 
 
+def step_walk():
+    """The walk of the second step of a `SharedVectorEnv`."""
+    with SharedVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 8, 2) as env:
+        env.reset(seed=0)
+        env.step(np.zeros(8, np.int64))
+        return walk_through(lambda: env.step(np.ones(8, np.int64)))
+
+
 def skrl(is_prioritized):
     memory = (PrioritizedMemory if is_prioritized else RandomMemory)(memory_size=ROWS)
     rows = {
@@ -179,6 +187,7 @@ def walks():
     for method in ("get", "lease"):
         with RL_Batcher(**arguments()) as batcher:
             found[f"RL_Batcher.{method}"] = walk_of(batcher, method)
+    found["SharedVectorEnv.step"] = step_walk()
     if importlib.util.find_spec("ray") is not None:
         found["RayBatcher.get"] = ray_walk()
     return found | dict(replay_walks())
