@@ -421,8 +421,8 @@ GYMNASIUM = {
     "an end that is a number": (stepping((2, 1)), r"^Broken.step: terminated must be a bool, got 1 \(int\)$"),
     "a cut that is None": (stepping((3, None)), r"^Broken.step: truncated must be a bool, got None \(NoneType\)$"),
     "a reward that is none": (stepping((1, None)), "^environment 0: reward must be a number, got None$"),
-    "a longer observation": (stepping((0, np.zeros(3, np.float32))), r"'frame' has shape \(3,\), the space says"),
-    "an observation of text": (stepping((0, ["a", "b"])), "'frame' has dtype <U1, and values that the space's float32"),
+    "a longer observation": (stepping((0, np.zeros(3, np.float32))), r"has shape \(3,\), the space says"),
+    "an observation of text": (stepping((0, ["a", "b"])), "has dtype <U1, and values that the space's float32"),
     "a space of text": (gym(observation_space=spaces.Text(3)), r"^observation: space Text\(.*\) is not supported"),
     "a generator of its own": (
         gym(observation=own_generator),
@@ -586,7 +586,7 @@ VECTORS = {
         r"^Vector.step: 'frame' is 100.0 at \[0, 0\], the space says -99.0 to 99.0",
     ),
     "observations of too few": (
-        {"observations": np.zeros((2, 2), np.float32)}, r"'frame' has shape \(2, 2\), the space says \(3, 2\)"
+        {"observations": np.zeros((2, 2), np.float32)}, r"has shape \(2, 2\), the space says \(3, 2\)"
     ),
     "infos that are None": ({"infos": None}, r"^Vector.step: infos must be a dict, got None \(NoneType\)$"),
     "infos at a reset that are None": (

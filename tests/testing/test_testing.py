@@ -605,7 +605,7 @@ def test_memory_without_end_meets_the_limit_of_the_worker():
 
 def test_an_observation_of_another_shape_is_refused_and_nan_is_handed_out():
     with faulty(Fault("shape", count=2, worker=1)) as batcher:
-        with pytest.raises(SpecError, match=r"'frame' has shape \(6,\), the space says \(5,\)"):
+        with pytest.raises(SpecError, match=r"has shape \(6,\), the space says \(5,\)"):
             rollouts(batcher)
     with faulty(Fault("nan", count=2, env_index=3)) as batcher:
         [batch] = rollouts(batcher)
