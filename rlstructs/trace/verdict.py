@@ -221,14 +221,14 @@ def _find_in_workers(account: Account, waits: str) -> tuple[str, str, str]:
         return (
             "one environment",
             f"{waits}; environment {index} takes {ratio:.0f} times the mean of the others in its worker",
-            "get(preempt=0.9) or get(min_workers=) does not wait for the last worker; or give it a worker of its own",
+            "threads=True, if it waits; get(preempt=0.9) or get(min_workers=) does not wait for the last worker",
         )
     found = f"{waits}; environments take {environment:.0%} of the time of rollouts"
     if (cpu := account.busy_share("cpu")) + delay < 0.5:
         return (
             "waiting environments",
             f"{found}, and compute {cpu:.0%} of it: they wait for something else",
-            "more workers than cores, or a SharedVectorEnv of several workers in each: waiting takes no core",
+            "RL_Batcher.make(threads=True) has a worker's environments wait together; or more workers than cores",
         )
     if n_workers < n_cores:
         return "too few workers", found, f"more workers help up to {n_cores}, the cores"
