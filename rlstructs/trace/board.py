@@ -38,6 +38,7 @@ class Board:
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
         self._bytes = memoryview(arena.map())
+        self._at_end: np.ndarray | None = None
 
     @classmethod
     def make(cls, n_workers: int, **facts: Any) -> Board:
@@ -60,7 +61,9 @@ class Board:
         return self._arena
 
     def close(self) -> None:
-        """Frees the memory, if no timeline is being written. Idempotent."""
+        """Frees the memory, if no timeline is being written; `read` returns the last cells from now on. Idempotent."""
+        if self._at_end is None:
+            self._at_end = self.read()
         self.lane.detach()
         self._bytes = memoryview(b"")
         self._arena.close()
@@ -97,6 +100,8 @@ class Board:
 
     def read(self) -> np.ndarray:
         """Copies the cells of all lanes, int64 (W + 1, N_CELLS)."""
+        if self._at_end is not None:
+            return self._at_end
         own = np.stack([np.array(self.cells(row)) for row in range(self.facts["n_lanes"] + 1)])
         return np.concatenate([own, *self.read_others()])
 
