@@ -321,7 +321,8 @@ class Feeding:
         if owner is not None and owner is not life and not owner.is_closed:
             raise StateError("feed: another batcher feeds this memory: close it first, or call its feed(None)")
         example = _make_example(self._transport.layout)
-        names = own.choose_names([*{*example.trajectories, POLICY_VERSION}]) if names is None else dict(names)
+        keys = dict.fromkeys([*example.trajectories, POLICY_VERSION])  # steps may have versions of their own
+        names = own.choose_names([*keys]) if names is None else dict(names)
         if not names:
             raise SpecError("feed: names is empty; expected names of columns and the keys that they get")
         fed = self._prepare_workers(own, example, names, life)

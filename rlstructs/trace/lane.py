@@ -34,7 +34,7 @@ NAMES = (
 N_CELLS = len(NAMES) + 14
 # The events of a ring: changes of phase, and the following notes, whose values stand above the lowest byte.
 BEGIN, END, NOTE_VERSION, NOTE_STEPS, NOTE_CPU, NOTE_DELAY, ORDERED, DELIVERED, REPLACED = range(32, 41)
-N_EVENTS = 2**16
+N_EVENTS = 30 * 2**10  # a quarter of a second at 120,000 a second; with one worker less than a megabyte in all
 # Environments are timed one by one in these first steps, and then in every so many: a prime, as episodes often have
 # round lengths.
 FIRST_STEPS, TIMED_STEPS = range(2, 8), 61

@@ -152,7 +152,7 @@ def test_slots_beyond_a_limit_of_the_process_are_refused_before_the_first_write(
         make(5).close()
         Wide = Big
         taken = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_{limit}, ({{"AS": taken + (1 << 28), "FSIZE": 1 << 26}}[{limit!r}],) * 2)
+        resource.setrlimit(resource.RLIMIT_{limit}, ({{"AS": taken + (1 << 28), "FSIZE": 1 << 20}}[{limit!r}],) * 2)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         try:
             make(250)
