@@ -9,6 +9,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlstructs.checks import check_count
@@ -164,7 +165,7 @@ class EnvLives:
                 exc_info=error,
             )
             if place != "its constructor":
-                close_in_time(env, rule.first + k, 0.0 if is_late else CLOSE_SECONDS)
+                close_in_time({rule.first + k: env}, 0.0 if is_late else CLOSE_SECONDS)
             try:
                 return rule.make(k, self.counts[k], self._seed)
             except SpecError:
@@ -182,23 +183,26 @@ class EnvLives:
         return new
 
 
-def close_in_time(env: Any, index: int, seconds: float = CLOSE_SECONDS) -> None:
-    """Closes an environment that has failed, within so many seconds.
+def close_in_time(envs: Mapping[int, Any], seconds: float = CLOSE_SECONDS) -> None:
+    """Closes environments that have failed, by index, all of them within so many seconds.
 
-    Afterwards it is left to a daemon thread; errors are ignored.
+    Afterwards they are left to daemon threads; errors are ignored.
     """
 
-    def close() -> None:
+    def close(k: int, env: Any) -> None:
         try:
             env.close()
         except Exception:
-            logger.debug("environment %d raised while it was closed", index, exc_info=True)
+            logger.debug("environment %d raised while it was closed", k, exc_info=True)
 
-    thread = threading.Thread(target=close, name=f"rlstructs-close-{index}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        logger.warning("environment %d has failed, and does not close within %g s: it is left", index, seconds)
+    threads, end = {}, monotonic() + seconds
+    for k, env in envs.items():
+        threads[k] = threading.Thread(target=close, args=(k, env), name=f"rlstructs-close-{k}", daemon=True)
+        threads[k].start()
+    for k, thread in threads.items():
+        thread.join(max(0.0, end - monotonic()))
+        if thread.is_alive():
+            logger.warning("environment %d has failed, and does not close within %g s: it is left", k, seconds)
 
 
 # In the place of an observation: the row keeps the one before it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import gymnasium
@@ -12,7 +11,7 @@ import numpy as np
 
 from rlstructs.checks import check_count, check_timeout, other_words
 from rlstructs.envs.env_infos import InfoKeys
-from rlstructs.envs.env_list import CLOSE_SECONDS, POLICIES, RAISE, RESTART, close_in_time
+from rlstructs.envs.env_list import POLICIES, RAISE, RESTART, close_in_time
 from rlstructs.envs.env_threads import NO_ACTION, Call, EnvThreads
 from rlstructs.envs.gym_env import GymEnvInf, copy_observation
 from rlstructs.envs.row_env import Pace, Step, check_running
@@ -22,8 +21,9 @@ from rlstructs.shared.packing import Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 
-# Seconds in which environments that are in a step may close, after those that `CLOSE_SECONDS` gives to the step.
-LAST_SECONDS = 1.0
+# Seconds that `close` gives to steps under way, and then to closing their environments from other threads: a worker
+# that needs more than three seconds for all is killed.
+LAST_SECONDS = 0.5
 
 
 @set_module("rlstructs")
@@ -146,7 +146,7 @@ class GymEnvThreads(GymEnvInf):
     def close(self) -> None:
         """Closes every environment in its thread, even if some raise; then raises the first error.
 
-        One that does not return from its step within three seconds is closed from another thread, and left.
+        One that does not return from its step within half a second is closed from another thread, and left.
         """
         errors: dict[int, Exception] = {}
 
@@ -156,10 +156,8 @@ class GymEnvThreads(GymEnvInf):
             except Exception as error:
                 errors[k] = error
 
-        hanging = self._threads.close(self._envs, close, CLOSE_SECONDS)
-        end = monotonic() + LAST_SECONDS
-        for k in hanging:
-            close_in_time(self._envs[k], k, max(0.0, end - monotonic()))
+        hanging = self._threads.close(self._envs, close, LAST_SECONDS)
+        close_in_time({k: self._envs[k] for k in hanging}, LAST_SECONDS)
         for k, error in sorted(errors.items()):
             add_origin(error, "close", self._envs[k], k)
             raise error

@@ -90,6 +90,11 @@ class RolloutJob:
                     env = self.make_env(settings.seeds[self.index])
             self.env = env
             self.agent = self._make_agent()
+            if env.pace is not None and self.agent.require_history():
+                raise SpecError(
+                    "agent: an agent that requires a history cannot act in environments of threads (GymEnvThreads), "
+                    "whose steps may be chosen before their rollout begins"
+                )
             self._seed(self.agent, settings.seeds[self.index])
         except BaseException:
             with contextlib.suppress(Exception):

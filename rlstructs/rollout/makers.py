@@ -137,9 +137,7 @@ def make_one(create_env: Callable[..., VecEnv], make_all: Callable[[], RowEnv], 
     if isinstance(makers, Makers) and makers.makes_single:
         return makers.make_single(seed)
     singles = make_all().single_envs()
-    for other, single in enumerate(singles):
-        if other != k:
-            close_in_time(single.env, other)
+    close_in_time({other: single.env for other, single in enumerate(singles) if other != k})
     return singles[k].env
 
 

@@ -11,7 +11,6 @@ import torch
 
 from rlstructs.agent import evaluation_mode
 from rlstructs.envs.row_env import NO_ROWS, Step, WaitingEnv
-from rlstructs.errors import SpecError
 from rlstructs.rollout.progress import Chosen, Progress
 from rlstructs.rollout.rollout import ActingAgent, Rollout
 from rlstructs.shared.layout import FIRST_BEHIND
@@ -97,11 +96,6 @@ class WaitingRollout(Rollout):
         """Prepares the rollout; returns where to write steps, and the environments that wait for an action."""
         slots, progress = self._slots, self._progress
         _, _, state, steps, _ = self._begin()
-        if self._needs_history:
-            raise SpecError(
-                "agent: an agent that requires a history cannot act in environments of threads (GymEnvThreads), whose "
-                "steps may be chosen before their rollout begins"
-            )
         running = progress.running
         self._is_running[running] = True
         zeros = [{key: tensor.new_zeros(slots.n, *tensor.shape[1:]) for key, tensor in state.items()} for _ in range(2)]

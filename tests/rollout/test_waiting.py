@@ -290,7 +290,8 @@ class TestMake:
             RL_Batcher.make(several, n_envs=2, n_workers=0, threads=True)
 
 
-def test_an_agent_with_a_history_is_refused_by_name():
+@pytest.mark.parametrize("n_processes", [0, 2])
+def test_an_agent_with_a_history_is_refused_by_the_constructor(n_processes):
     class Remembering(waits.Teller):
         def require_history(self):
             return True
@@ -298,8 +299,5 @@ def test_an_agent_with_a_history_is_refused_by_name():
     def create(n_envs, seed):
         return waits.create_env(n_envs, seed, None, 0.001)
 
-    with RL_Batcher(6, Remembering, {}, create, {"n_envs": 2}, 0, 0) as batcher:
-        batcher.reset()
-        with pytest.raises(SpecError, match="history cannot act in .*GymEnvThreads"):
-            batcher.execute()
-            batcher.get()
+    with pytest.raises(SpecError, match="history cannot act in .*GymEnvThreads"):
+        RL_Batcher(6, Remembering, {}, create, {"n_envs": 2}, n_processes, 0)

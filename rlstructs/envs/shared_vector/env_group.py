@@ -305,7 +305,7 @@ class EnvGroup(EnvList):
             check_spaces(env)
             self._described.check(self._first + k, env)
         except BaseException:
-            close_in_time(env, self._first + k)
+            close_in_time({self._first + k: env})
             raise
 
     def _copy_last(self, k: int) -> Any:
