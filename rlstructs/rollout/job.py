@@ -30,7 +30,7 @@ from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, RolloutReply, WorkerProgress
 from rlstructs.rollout.rollout import ActingAgent, acquire
-from rlstructs.rollout.waiting import acquire_waiting
+from rlstructs.rollout.waiting import acquire_waiting, check_history
 from rlstructs.seeding import PrivateStreams, life_seed, seed_global_streams
 from rlstructs.shared.module_state import update_agent
 from rlstructs.shared.packing import Rows
@@ -90,11 +90,7 @@ class RolloutJob:
                     env = self.make_env(settings.seeds[self.index])
             self.env = env
             self.agent = self._make_agent()
-            if env.pace is not None and self.agent.require_history():
-                raise SpecError(
-                    "agent: an agent that requires a history cannot act in environments of threads (GymEnvThreads), "
-                    "whose steps may be chosen before their rollout begins"
-                )
+            check_history(self.agent, env)
             self._seed(self.agent, settings.seeds[self.index])
         except BaseException:
             with contextlib.suppress(Exception):

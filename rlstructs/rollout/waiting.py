@@ -9,8 +9,9 @@ from time import monotonic
 import numpy as np
 import torch
 
-from rlstructs.agent import evaluation_mode
-from rlstructs.envs.row_env import NO_ROWS, Step, WaitingEnv
+from rlstructs.agent import RL_Agent, evaluation_mode
+from rlstructs.envs.row_env import NO_ROWS, RowEnv, Step, WaitingEnv
+from rlstructs.errors import SpecError
 from rlstructs.rollout.progress import Chosen, Progress
 from rlstructs.rollout.rollout import ActingAgent, Rollout
 from rlstructs.shared.layout import FIRST_BEHIND
@@ -20,6 +21,15 @@ from rlstructs.structures.arrays import tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import put_rows
 from rlstructs.trace.lane import AGENT, ENVIRONMENT, EPISODES, STEPS, WRITE
+
+
+def check_history(agent: RL_Agent, env: RowEnv) -> None:
+    """Raises SpecError if the agent requires a history, and these environments are each stepped on their own."""
+    if env.pace is not None and agent.require_history():
+        raise SpecError(
+            "agent: an agent that requires a history cannot act in environments of threads (GymEnvThreads), whose "
+            "steps may be chosen before their rollout begins"
+        )
 
 
 @torch.no_grad()
