@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import threading
 from functools import partial
 
 import gymnasium
@@ -12,18 +14,21 @@ import pytest
 import torch
 from gymnasium import spaces
 from tianshou.algorithm import DQN
+from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
-from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.data import AsyncCollector, Batch, Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, VectorEnvNormObs
 from tianshou.utils.net.common import Net
 from tianshou.utils.torch_utils import policy_within_training_step
+from vector_envs import Gate
+from waits import RECORD, Recorder
 from walks import BOX, SPACES, SeededWalks, Walks, assert_same
 
 from rlstructs.errors import ClosedError, SpecError, StateError
 from rlstructs.integrations.tianshou import WorkerVectorEnv
 from rlstructs.testing import Fault, FaultyEnv
-from rlstructs.workers import WorkerCrashed
+from rlstructs.workers import WorkerCrashed, WorkerTimeout
 
 ACTIONS = {
     "discrete": spaces.Discrete(3),
@@ -32,9 +37,9 @@ ACTIONS = {
 }
 
 
-def pair(kind="box", action="discrete", n_workers=0, cls=Walks):
+def pair(kind="box", action="discrete", n_workers=0, cls=Walks, **waits):
     fns = [lambda k=k: cls(SPACES[kind], k, copy.deepcopy(ACTIONS[action])) for k in range(5)]
-    return DummyVectorEnv(fns), WorkerVectorEnv(fns, n_workers)
+    return DummyVectorEnv(fns), WorkerVectorEnv(fns, n_workers, **waits)
 
 
 def of_both(envs, call):
@@ -126,6 +131,123 @@ def test_misuse_and_a_dead_worker_are_errors():
             ours.get_env_attr("death", 4)
     with pytest.raises(TypeError, match="arrays or a Dict"):
         WorkerVectorEnv([lambda: Walks(spaces.Tuple([BOX, BOX]))], 0)
+
+
+@pytest.mark.parametrize("waits", [{"wait_num": 2}, {"timeout": 5.0}, {"wait_num": 4, "timeout": 5.0}])
+@pytest.mark.parametrize("kind", ["box", "dict"])
+def test_steps_in_this_process_are_ready_at_once_where_steps_need_not_wait_for_all(kind, waits):
+    # A `DummyVectorEnv` that does not wait returns every other one of them.
+    envs, rng = pair(kind, **waits), np.random.default_rng(0)
+    with contextlib.closing(envs[1]):
+        assert envs[1].is_async
+        of_both(envs, lambda each: each.seed(7))
+        of_both(envs, lambda each: each.reset())
+        for _ in range(40):
+            ids = np.sort(rng.permutation(5)[: rng.integers(1, 6)])
+            actions = sample(envs[0].action_space[0], len(ids))
+            _, _, terminated, truncated, infos = of_both(
+                envs, lambda each, actions=actions, ids=ids: each.step(actions, ids)
+            )
+            assert [info["env_id"] for info in infos] == ids.tolist()
+            assert (envs[1].ready_id, envs[1].waiting_id) == ([0, 1, 2, 3, 4], [])
+            if (again := ids[terminated | truncated]).size:
+                of_both(envs, lambda each, again=again: each.reset(again))
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """The path of a pipe at which steps of a `Gate` wait, and what opens it once."""
+    os.mkfifo(path := tmp_path / "gate")
+    return str(path), lambda: path.write_bytes(b"")
+
+
+def stepped(envs, action, ids=None):
+    """Steps; the number of steps that each environment has made, by environment."""
+    observations, *_, infos = envs.step(action, ids)
+    return {info["env_id"]: int(row[0]) for info, row in zip(infos, observations, strict=True)}
+
+
+def test_a_step_returns_as_many_as_it_waits_for(gate):
+    path, let_through = gate
+    with contextlib.closing(WorkerVectorEnv([partial(Gate, path)] * 4, wait_num=3)) as envs:
+        envs.reset()
+        assert stepped(envs, np.array([1, 0, 1, 1])) == {0: 1, 2: 1, 3: 1}
+        assert (envs.waiting_id, envs.ready_id) == ([1], [0, 2, 3])
+        assert stepped(envs, np.array([1, 1, 1]), [3, 2, 0]) == {0: 2, 2: 2, 3: 2}
+        with pytest.raises(StateError, match=r"environments \[1\] were sent and not received"):
+            envs.step(np.array([1]), 1)
+        assert envs.reset([2, 0])[0].tolist() == [[0], [0]] and envs.waiting_id == [1]
+        let_through()
+        assert stepped(envs, None) == {1: 1}
+        stepped(envs, np.array([1, 0, 1, 1]))
+        let_through()
+        assert envs.reset()[0].tolist() == [[0]] * 4  # waits for the step, and drops its result
+        assert (envs.waiting_id, envs.ready_id) == ([], [0, 1, 2, 3])
+        with pytest.raises(StateError, match="nothing was asked for"):
+            envs.step(None)
+
+
+def test_a_step_returns_what_is_ready_in_time_and_goes_on_waiting_for_one(gate):
+    path, let_through = gate
+    with contextlib.closing(WorkerVectorEnv([partial(Gate, path)] * 3, timeout=0.01)) as envs:
+        envs.reset()
+        seen = stepped(envs, np.array([1, 0, 1]))
+        while len(seen) < 2:
+            seen |= stepped(envs, None)
+        assert seen == {0: 1, 2: 1}
+        thread = threading.Thread(target=let_through)
+        thread.start()
+        assert stepped(envs, None) == {1: 1}
+        thread.join()
+    with contextlib.closing(WorkerVectorEnv([partial(Gate, path)] * 2, timeout=9.0, worker_timeout=0.1)) as envs:
+        envs.reset()
+        with pytest.raises(WorkerTimeout):
+            envs.step(np.array([0, 0]))
+
+
+@pytest.mark.parametrize(
+    "waits, match",
+    [
+        ({"wait_num": 0}, "wait_num must be at least 1"),
+        ({"wait_num": 3}, "wait_num must be at most 2"),
+        ({"timeout": 0}, "timeout must be above 0"),
+    ],
+)
+def test_waits_that_cannot_be_are_refused(waits, match):
+    with pytest.raises(SpecError, match=match):
+        WorkerVectorEnv([Walks] * 2, **waits)
+
+
+class Counter(Policy):
+    """Acts at random, with a state: `AsyncCollector` fails without one."""
+
+    def forward(self, batch, state=None, **_):
+        n = len(batch.obs)
+        state = np.zeros((n, 1), np.int64) if state is None else state + 1
+        return Batch(act=np.random.default_rng(int(state.sum())).integers(1000, size=n), state=state)
+
+
+def test_async_collector_fills_its_buffer_with_what_the_environments_wrote_down(tmp_path):
+    policy = Counter(action_space=Recorder.action_space)
+    fns = [partial(Recorder, tmp_path, 0.001 * (1 + 9 * (k == 2))) for k in range(4)]
+    with contextlib.closing(WorkerVectorEnv(fns, wait_num=2, timeout=0.005)) as envs:
+        buffer = VectorReplayBuffer(4000, 4)
+        with pytest.warns(UserWarning, match="async setting"):
+            collector = AsyncCollector(policy, envs, buffer)
+        collector.reset()
+        with policy_within_training_step(policy):
+            for _ in range(4):
+                assert collector.collect(n_step=60).n_collected_steps >= 60
+        collector.reset(reset_buffer=False)
+        assert envs.waiting_id == []
+    assert sum(len(each) for each in buffer.buffers) >= 240
+    for own in buffer.buffers:
+        record = np.fromfile(tmp_path / str(int(own.obs[0, 0])), RECORD)[: len(own)]
+        rows = own[np.arange(len(own))]
+        assert (rows.obs_next[:, 1:] == np.stack([record[name] for name in ("n", "chain", "episode")], 1)).all()
+        assert (rows.act == record["action"]).all() and (rows.rew == record["reward"]).all()
+        assert (rows.done == record["done"]).all()
+        assert (rows.obs[1:, :3] == rows.obs_next[:-1, :3]).all()
 
 
 def train(make_envs):

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from rlstructs.checks import check_count
 from rlstructs.envs.shared_vector.arguments import RESET_MASK, check_env_ids, expand_seeds, split_options
 from rlstructs.envs.shared_vector.columns import Columns, Outcome
-from rlstructs.envs.shared_vector.hosts import Arguments, Host, LocalHost, Request
+from rlstructs.envs.shared_vector.local_host import Arguments, Host, LocalHost, Request
 from rlstructs.errors import ClosedError, SpecError, StateError, WorkerTimeout
 from rlstructs.workers.interrupts import defer_first_interrupt, defer_interrupt
 
@@ -120,12 +120,33 @@ class EnvCalls:
         self._check_running("send", envs)
         group = self._find_group(envs)
         request = self._host.step_some(envs, actions) if group is None else self._host.step_group(group, actions)
+        self._send_some(envs, request)
 
-        def send() -> None:
-            request()
-            self._is_sent[envs] = True
+    def reset_some(
+        self, envs: np.ndarray, seeds: Sequence[int | None], options: dict[str, Any] | None
+    ) -> dict[int, Outcome]:
+        """Resets some environments, beside steps of others that are under way; returns outcomes by environment.
 
-        self._send(Pending.SEND, send)
+        Waits for steps of these environments, and drops their results.
+
+        Args:
+            envs: int64, indexes of the environments.
+            seeds: one for each environment of all.
+            options: each environment gets a copy of them.
+        """
+        self._order.check_free("reset", Pending.SEND)
+        if (busy := envs[self._is_sent[envs]]).size:
+            self.wait_for_some(None, busy, None)
+            self.mark_received(busy)
+        mask, each = np.zeros(self._n_envs, bool), [options] * self._n_envs
+        mask[envs] = True
+        request = self._host.reset_some(mask, lambda rows: (seeds[rows], each[rows], mask[rows]))
+        self._send_some(envs, request)
+        outcomes = self.wait_for_some(None, envs, None)
+        self.mark_received(envs)
+        self._was_reset[envs] = True
+        self._are_all_reset = bool(self._was_reset.all())
+        return outcomes
 
     def wait_for_some(
         self, n: int | None, env_ids: Sequence[int] | np.ndarray | None, timeout: float | None
@@ -140,6 +161,24 @@ class EnvCalls:
         outcomes = self._order.wait(partial(self._host.wait_for_some, n, among), timeout)
         self._columns.keep_objects(outcomes.values())
         return outcomes
+
+    def wait_for_ready(self, n: int, timeout: float | None) -> dict[int, Outcome]:
+        """Waits for steps of n environments; returns outcomes of all that are ready, by environment.
+
+        Args:
+            n: the number; of all that were sent, if those are fewer.
+            timeout: the seconds after which it returns those that are ready, if any is; None for the host's.
+        """
+        self._order.check_pending(Pending.SEND)
+        n = min(check_count("min_envs", n), int(self._is_sent.sum()))
+        outcomes = self._order.wait(partial(self._host.wait_for_ready, n), timeout)
+        self._columns.keep_objects(outcomes.values())
+        return outcomes
+
+    @property
+    def sent(self) -> np.ndarray:
+        """The environments that were sent and not received, int64, ascending."""
+        return np.flatnonzero(self._is_sent)
 
     def mark_received(self, envs: np.ndarray) -> None:
         """Notes that the results of these environments were returned to the caller."""
@@ -212,6 +251,15 @@ class EnvCalls:
             if ended[envs].any():
                 which = np.arange(self._n_envs)[envs][ended[envs]].tolist()
                 raise StateError(f"{call}: environments {which} have ended, reset them by {RESET_MASK} first")
+
+    def _send_some(self, envs: np.ndarray, request: Request) -> None:
+        """Sends a request to some environments, whose results `wait_for_some` returns."""
+
+        def send() -> None:
+            request()
+            self._is_sent[envs] = True
+
+        self._send(Pending.SEND, send)
 
     def _send(self, pending: Pending, request: Request) -> None:
         try:

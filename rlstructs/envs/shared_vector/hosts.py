@@ -1,19 +1,14 @@
-"""Hosts run the environments of a `SharedVectorEnv`, here or in worker processes.
-
-A host takes one request for all environments at a time, whose results `wait_for_all` returns; or any number of
-requests to step some environments, whose results `wait_for_some` returns as they arrive.
-"""
+"""`WorkerHost` runs the environments of a `SharedVectorEnv` in worker processes."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -22,8 +17,8 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from rlstructs.envs.shared_vector.arguments import Description
 from rlstructs.envs.shared_vector.columns import EMPTY, Columns, Outcome, count_bytes, unpack
-from rlstructs.envs.shared_vector.env_group import EnvGroup
 from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
+from rlstructs.envs.shared_vector.local_host import Arguments, EnvFns, Host, LocalHost, Request, take_arrived
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import WorkerStreams
 from rlstructs.worker_setup.setup import WorkerSetup
@@ -38,9 +33,8 @@ PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker
 # two hundred small messages, and a worker that cannot write its replies reads no requests.
 MANY = 64
 
-EnvFns = Sequence[Callable[[], gymnasium.Env[Any, Any]]]
-Arguments = Callable[[slice], tuple[Any, ...]]
-Request = Callable[[], None]
+# By worker, its requests: the environments of each, and its content.
+Requests = dict[int, list[tuple[Sequence[int], bytes]]]
 
 
 @dataclass(frozen=True)
@@ -58,66 +52,6 @@ class WorkerOptions:
     streams: WorkerStreams
 
 
-class Host(Protocol):
-    """The interface by which a `SharedVectorEnv` reaches its environments.
-
-    Methods that return a request check their arguments; calling the request sends it.
-    """
-
-    _arrived: dict[int, Outcome]  # of environments that were stepped by `step_some`, until they are forgotten
-
-    def describe(self) -> Description:
-        """Describes the first environment."""
-
-    def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
-        """Lays out the columns, and has every environment write to its rows of them."""
-
-    def call(self, method: str, arguments: Arguments) -> Request:
-        """Makes a request to call a method of every group.
-
-        `arguments` returns the arguments for a slice of environments.
-        """
-
-    def step(self, actions: Any) -> Request:
-        """Makes a request to step every environment."""
-
-    def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        """Makes a request to step some environments, after earlier requests to them."""
-
-    def step_group(self, group: int, actions: Any) -> Request:
-        """Makes a request to step the environments of a group, whose results arrive together."""
-
-    def wait_for_all(self, timeout: float | None) -> list[Any]:
-        """Waits for the results of all environments, in their order.
-
-        They are lists of values, or outcomes. Returns the same results again until the next request.
-        """
-
-    def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
-        """Waits for the values of a call until all environments are through.
-
-        Returns:
-            The values; or what an environment raised, the first by index.
-        """
-
-    def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        """Waits for the outcomes of the first n environments, or of all `among`.
-
-        Keeps them until they are forgotten.
-        """
-
-    def forget_some(self, envs: Iterable[int]) -> None:
-        """Drops the outcomes of these environments."""
-        for env in envs:
-            del self._arrived[env]
-
-    def close(self, timeout: float | None) -> None:
-        """Closes every environment."""
-
-    def kill(self) -> None:
-        """Ends every environment without waiting."""
-
-
 def start_host(env_fns: EnvFns, n_workers: int, groups: Sequence[range], options: WorkerOptions) -> Host:
     """Makes the environments, in worker processes or, with no workers, in this process."""
     if n_workers:
@@ -125,84 +59,6 @@ def start_host(env_fns: EnvFns, n_workers: int, groups: Sequence[range], options
     if options.init_worker is not None:
         options.init_worker(0)
     return LocalHost(env_fns, groups)
-
-
-class LocalHost(Host):
-    """Runs all environments in this process, each request as it is sent.
-
-    Args:
-        env_fns: make the environments.
-        groups: environments that are stepped together.
-    """
-
-    def __init__(self, env_fns: EnvFns, groups: Sequence[range]) -> None:
-        self._group, self._n_envs, self._groups = EnvGroup(env_fns, 0), len(env_fns), groups
-        self._results: list[Any] = []
-        self._arrived = {}
-        self._error: Exception | None = None
-
-    def describe(self) -> Description:
-        return self._group.describe()
-
-    def attach(self, described: Description, n_envs: int, mode: AutoresetMode) -> Columns:
-        columns = self._group.attach(described, n_envs, mode)
-        self._actions = columns.actions
-        return columns
-
-    def call(self, method: str, arguments: Arguments) -> Request:
-        values = arguments(slice(None))
-        return lambda: self._run(getattr(self._group, method), *values)
-
-    def step(self, actions: Any) -> Request:
-        rows = self._actions.copy(actions, self._n_envs)  # an environment may change or keep them, as in a worker
-        return lambda: self._run(self._group.step, rows)
-
-    def step_some(self, envs: np.ndarray, actions: Any) -> Request:
-        rows = list(zip(envs.tolist(), self._actions.copy(actions, len(envs)), strict=True))
-        return lambda: self._run_some(rows)
-
-    def step_group(self, group: int, actions: Any) -> Request:
-        return self.step_some(np.array(self._groups[group]), actions)
-
-    def wait_for_all(self, timeout: float | None) -> list[Any]:
-        self._raise_error()
-        return self._results
-
-    def wait_for_values(self, timeout: float | None) -> list[Any] | Exception:
-        error, self._error = self._error, None
-        return self._results if error is None else error
-
-    def wait_for_some(self, n: int, among: Sequence[int] | None, timeout: float | None) -> dict[int, Outcome]:
-        self._raise_error()
-        found = take_arrived(self._arrived, n, among)
-        assert found is not None
-        return found
-
-    def close(self, timeout: float | None) -> None:
-        self._group.close()
-
-    def kill(self) -> None:
-        with contextlib.suppress(Exception):
-            self._group.close()
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._results = []
-        try:
-            self._results.append(function(*arguments))
-        except Exception as error:  # raised by the wait, like a worker's
-            self._error = error
-
-    def _run_some(self, rows: list[tuple[int, Any]]) -> None:
-        try:
-            for env, action in rows:
-                self._arrived[env] = self._group.step_one(env, action)
-        except Exception as error:
-            self._error = error
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
 
 class WorkerHost(Host):
@@ -229,7 +85,7 @@ class WorkerHost(Host):
         self._place_of = [(index, group, env - mine[0]) for index, group, mine in places for env in mine]
         self._futures: list[Future] = []  # of the last request to all environments, by worker and group
         # For each worker, the environments of each request of `step_some`, in the order of its replies.
-        self._sent: list[deque[tuple[range, Future]]] = [deque() for _ in self._shares]
+        self._sent: list[deque[tuple[Sequence[int], Future]]] = [deque() for _ in self._shares]
         self._arrived = {}
         self._steps: dict[str, Post] = {}  # requests to step all environments, by the types of the actions
         self._arena = SharedArena()
@@ -292,7 +148,7 @@ class WorkerHost(Host):
         each = [self._actions.write(actions, envs, len(envs)).encode("ascii")] * len(envs)
         if not each[0]:
             each = [pickling.dumps([action]) for action in self._actions.split(actions, len(envs))]
-        requests: dict[int, list[tuple[range, bytes]]] = {}
+        requests: Requests = {}
         for env, action in zip(envs.tolist(), each, strict=True):
             index, group, k = self._place_of[env]
             requests.setdefault(index, []).append((range(env, env + 1), HEAD.pack(ONE, group, k) + action))
@@ -308,10 +164,20 @@ class WorkerHost(Host):
         else:
             each = self._actions.split(actions, stop - start)
             data = [head + pickling.dumps(each[rows.start - start : rows.stop - start]) for rows in shares]
-        requests = {
+        requests: Requests = {
             index: [(range(rows.start, rows.stop), part)]
             for index, (rows, part) in enumerate(zip(shares, data, strict=True))
         }
+        return partial(self._post_some, requests)
+
+    def reset_some(self, mask: np.ndarray, arguments: Arguments) -> Request:
+        self._pool.check_owner()
+        requests: Requests = {}
+        for index, mine in enumerate(self._shares):
+            for group, rows in enumerate(mine):
+                if envs := (rows.start + np.flatnonzero(mask[rows])).tolist():
+                    data = HEAD.pack(CALL, group, 0) + pickling.dumps(("reset", arguments(rows)))
+                    requests.setdefault(index, []).append((envs, data))
         return partial(self._post_some, requests)
 
     def wait_for_all(self, timeout: float | None) -> list[Any]:
@@ -352,6 +218,16 @@ class WorkerHost(Host):
             raise
         return found
 
+    def wait_for_ready(self, n: int, timeout: float | None) -> dict[int, Outcome]:
+        try:
+            self.wait_for_some(n, None, timeout)
+        except WorkerTimeout:
+            if not self._arrived:
+                raise
+        self._pool.is_settled([])  # reads what has arrived
+        self._take_outcomes()
+        return dict(self._arrived)
+
     def close(self, timeout: float | None) -> None:
         try:
             self._pool.close(timeout)
@@ -390,7 +266,7 @@ class WorkerHost(Host):
     def _post_each(self, posts: list[Post]) -> None:
         self._futures = [future for index, post in enumerate(posts) for future in self._post(post, [index])]
 
-    def _post_some(self, requests: dict[int, list[tuple[range, bytes]]]) -> None:
+    def _post_some(self, requests: Requests) -> None:
         for index, steps in requests.items():
             self._make_room(index, sum(len(data) for _, data in steps))
             futures = self._post(Post.of("step", *(data for _, data in steps)), [index])
@@ -433,16 +309,6 @@ class WorkerHost(Host):
 
 def _slice(envs: range) -> slice:
     return slice(envs.start, envs.stop)
-
-
-def take_arrived(arrived: dict[int, Outcome], n: int, among: Sequence[int] | None) -> dict[int, Outcome] | None:
-    """Returns the first n outcomes, or all those `among`.
-
-    None if they have not arrived yet.
-    """
-    if among is None:
-        return {env: arrived[env] for env in islice(arrived, n)} if len(arrived) >= n else None
-    return {env: arrived[env] for env in among} if all(env in arrived for env in among) else None
 
 
 def batch_spaces(host: Host, described: Description, n_envs: int) -> gymnasium.Space[Any]:

@@ -282,17 +282,25 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         self._calls.step_some(actions, env_ids)
 
     def recv(
-        self, n: int | None = None, timeout: float | None = None, *, env_ids: Sequence[int] | np.ndarray | None = None
+        self,
+        n: int | None = None,
+        timeout: float | None = None,
+        *,
+        env_ids: Sequence[int] | np.ndarray | None = None,
+        min_envs: int | None = None,
     ) -> StepResult:
-        """Waits for the first n environments that were sent and are ready.
+        """Waits for the first n environments that were sent and are ready; or for `min_envs`, and returns all.
 
         They can be sent again then. A worker steps its environments in the order in which they were sent: a slow one
         delays those sent later to the same worker, and otherwise only its group, if that was sent whole.
 
         Args:
             n: number of environments; None for all that were sent.
-            timeout: as in `reset_wait`.
+            timeout: as in `reset_wait`. With `min_envs`, the environments that are ready by then are returned, and only
+                if there are none it is a `WorkerTimeout`.
             env_ids: int (n,), indexes of environments to wait for, rather than the first that are ready.
+            min_envs: the number of environments to wait for, in place of `n`; then all that are ready are returned.
+                If fewer were sent, all of them are waited for.
 
         Returns:
             What `step` returns, with a row for each of the n environments, by ascending index; `infos["env_id"]`,
@@ -300,10 +308,16 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
 
         Raises:
             StateError: no environment was sent, or not these.
-            SpecError: fewer than n were sent, or `env_ids` are wrong.
+            SpecError: fewer than n were sent, `env_ids` are wrong, or `min_envs` is given beside `n` or `env_ids`.
             Exception: what an environment raised.
         """
-        arrived, columns = self._calls.wait_for_some(n, env_ids, timeout), self._columns
+        calls, columns = self._calls, self._columns
+        if min_envs is None:
+            arrived = calls.wait_for_some(n, env_ids, timeout)
+        elif n is None and env_ids is None:
+            arrived = calls.wait_for_ready(min_envs, timeout)
+        else:
+            raise SpecError(f"recv: min_envs is given, and n={n} or env_ids={env_ids} too: give one of them")
         envs = np.array(sorted(arrived), np.int64)
         received = (
             columns.batch_some(envs),
@@ -312,7 +326,7 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
             columns.truncations[envs],
             merge_some_infos(envs, [arrived[env] for env in envs.tolist()]),
         )
-        self._calls.mark_received(envs)
+        calls.mark_received(envs)
         return received
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

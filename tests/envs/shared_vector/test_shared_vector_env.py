@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -755,6 +756,44 @@ def test_the_first_environments_that_are_ready_are_received(gate):
         assert env.step([1] * 5)[0].tolist() == [[3], [2], [2], [3], [3]]
 
 
+def test_all_environments_that_are_ready_are_received(gate, start_method):
+    path, let_through = gate
+    with SharedVectorEnv([functools.partial(Gate, path)] * 4, 4, start_method=start_method) as env:
+        env.reset()
+        env.send([1, 0, 1, 1])
+        seen = []
+        while len(seen) < 3:
+            observations, rewards, *_, infos = env.recv(min_envs=1)
+            ready = infos["env_id"].tolist()
+            assert ready == sorted(ready) and observations.tolist() == [[1]] * len(ready) and len(rewards) == len(ready)
+            seen += ready
+        assert sorted(seen) == [0, 2, 3]
+        env.send([1, 1], [3, 0])
+        assert env.recv(timeout=LIMIT, min_envs=2)[4]["env_id"].tolist() == [0, 3]
+        env.send([1], [2])
+        assert env.recv(timeout=LIMIT, min_envs=1)[4]["env_id"].tolist() == [2]
+        for _ in range(2):
+            with pytest.raises(WorkerTimeout, match=r"no reply within .* from worker\(s\) 1 "):
+                env.recv(timeout=0.01, min_envs=1)
+        let_through()
+        observations, *_, infos = env.recv(min_envs=4)  # all that were sent
+        assert infos["env_id"].tolist() == [1] and observations.tolist() == [[1]]
+
+
+def test_after_the_timeout_those_that_are_ready_are_received(gate):
+    path, let_through = gate
+    with SharedVectorEnv([functools.partial(Gate, path)] * 3, 3) as env:
+        env.reset()
+        env.send([1, 0, 1])
+        seen = []
+        while len(seen) < 2:
+            with contextlib.suppress(WorkerTimeout):  # none was ready
+                seen += env.recv(timeout=0.01, min_envs=3)[4]["env_id"].tolist()
+        assert sorted(seen) == [0, 2]
+        let_through()
+        assert env.recv()[4]["env_id"].tolist() == [1]
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int8, np.float64])
 def test_actions_under_way_may_differ_in_their_types(gate, dtype):
     path, let_through = gate
@@ -797,7 +836,8 @@ def test_every_environment_that_is_sent_by_itself_goes_its_own_way(n_workers, mo
             n_out = 5 - len(waiting) + len(sent)
             if not n_out:
                 continue
-            *stepped, infos = env.recv(int(rng.integers(1, n_out + 1)))
+            n = int(rng.integers(1, n_out + 1))
+            *stepped, infos = env.recv(n) if rng.random() < 0.5 else env.recv(min_envs=n)
             ready = infos["env_id"].tolist()
             assert ready == sorted(ready)
             waiting = [k for k in waiting if k not in sent] + ready
@@ -827,6 +867,11 @@ def test_what_cannot_be_sent_or_received_is_refused(n_workers):
         for wrong, kind in ((3, "recv: 3 environments are wanted, 2 were sent"), (0, "n must be at least 1")):
             with pytest.raises(SpecError, match=kind):
                 env.recv(wrong)
+        for wrong in ({"n": 1, "min_envs": 1}, {"env_ids": [0], "min_envs": 1}):
+            with pytest.raises(SpecError, match="recv: min_envs is given, and n=.*: give one of them"):
+                env.recv(**wrong)
+        with pytest.raises(SpecError, match="min_envs must be at least 1"):
+            env.recv(min_envs=0)
         assert env.recv()[4]["env_id"].tolist() == [0, 2]
         with pytest.raises(StateError, match=r"send: environments \[2\] have ended"):
             env.send([0, 1], [1, 2])
