@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from rlstructs.replay.draw.plan import Picker, Selection, Windows
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
 from rlstructs.replay.keep.checks import Claims, whole
 
+# Of each drawn row: the smallest priority of all rows at the draw, to the power of alpha.
+SMALLEST = "smallest"
+
 
 class PrioritizedMemory(RandomMemory):
     """A memory that draws rows in proportion to priorities.
@@ -23,7 +26,7 @@ class PrioritizedMemory(RandomMemory):
 
     Args:
         alpha: exponent of priorities, at least 0; 0 draws uniformly.
-        beta: exponent of importance weights, at least 0; or a function of the number of earlier `sample` calls.
+        beta: exponent of importance weights, at least 0; or a function of the number of earlier batches.
         normalize: weights are divided by the largest of the "memory" or of the "batch".
         memory_size, num_envs, device, export, export_format, export_directory, seed, strict: see `Memory`.
     """
@@ -45,7 +48,7 @@ class PrioritizedMemory(RandomMemory):
         self.beta = beta if callable(beta) else exponent("beta", beta)
         self.normalize = normalize
         self.n_samples = 0
-        self._smallest = self._beta = 0.0  # at the last sample
+        self._beta = 0.0  # at the last sample
         n_rows, clock = self.memory_size * self.num_envs, self._storage.clock
         self._priorities = Priorities(n_rows, self.num_envs, self._alpha, clock=clock)
 
@@ -59,13 +62,10 @@ class PrioritizedMemory(RandomMemory):
         """Bytes of memory once rows have been written, priorities included."""
         return super().nbytes + Priorities.nbytes_of(self.memory_size * self.num_envs, self.num_envs)
 
-    def sample(self, names: Sequence[str], *sizes: int, **settings: Any) -> Any:
+    def _note(self, picked: Selection, rows: np.ndarray, discounts: Any) -> None:
         beta = exponent("beta", self.beta(self.n_samples)) if callable(self.beta) else self.beta
-        batches = super().sample(names, *sizes, **settings)
+        super()._note(picked, rows, discounts)
         self._beta, self.n_samples = beta, self.n_samples + 1
-        return batches
-
-    sample.__doc__ = RandomMemory.sample.__doc__
 
     def reset(self) -> None:
         """Drops every row and resets the largest priority to 1."""
@@ -77,8 +77,9 @@ class PrioritizedMemory(RandomMemory):
 
         There is one for each row or sequence.
         """
-        leaves = self._last_selection().fields[LEAVES]
-        smallest = leaves.min() if self.normalize == "batch" else self._smallest
+        fields = self._last_selection().fields
+        leaves = fields[LEAVES]
+        smallest = leaves.min() if self.normalize == "batch" else fields[SMALLEST].min(initial=np.inf)
         return self._tensors.hand_over_one(importance_weights(leaves, smallest, self._beta))
 
     def update_priorities(self, indexes: Any, priorities: Any) -> None:
@@ -119,6 +120,6 @@ class PrioritizedMemory(RandomMemory):
     def _select(self, n: int, windows: Windows | PackedWindows) -> Selection:
         with self._priorities.lock:
             picked = super()._select(n, windows)
-            self._smallest = self._priorities.tree.minimum
+            picked.fields[SMALLEST] = np.full(len(picked.rows), self._priorities.tree.minimum)
             self._priorities.drawn.remember(picked.view, picked.rows)
         return picked

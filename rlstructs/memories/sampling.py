@@ -11,6 +11,7 @@ import numpy as np
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.errors import SpecError, StateError
 from rlstructs.memories import memory
+from rlstructs.replay.draw.ahead import Batches, StoreDraws
 from rlstructs.replay.draw.packed import ANCHOR, PackedWindows, in_library
 from rlstructs.replay.draw.plan import CROSS_ENDS, EPISODE_ENDS, Picker, Selection, Uniform, Windows, check_not_packed
 from rlstructs.replay.draw.reading import Reading
@@ -92,30 +93,101 @@ class RandomMemory(memory.Memory):
         Raises:
             SpecError: an argument is invalid, or there is nothing to draw.
         """
+        settings = n_step, gamma, episode_ends, packed, max_steps, context, states
+        return self._draws(names, batch_size, mini_batches, sequence_length, *settings).sample()
+
+    def batches(
+        self,
+        names: Sequence[str],
+        batch_size: int,
+        mini_batches: int = 1,
+        sequence_length: int = 1,
+        *,
+        prefetch: int = 2,
+        **settings: Any,
+    ) -> Batches:
+        """Makes batches ahead, for ever: threads read and decode them while the program works with another.
+
+        They have the rows that as many calls of `sample` would draw, in the same order. If rows are added or priorities
+        set in between, a batch is of the rows and priorities there were when the batch `prefetch` places before it was
+        handed out; the first ones, of those when the first was. Rows that were overwritten since are drawn anew. What
+        was drawn ahead is drawn anew, too, if rows are changed in place, the memory is saved, or the program draws
+        otherwise: files and copies have the random stream as it is after the last batch that was handed out, and a
+        program that goes on after a save draws what one draws that loads the file. While the program has live tensors,
+        nothing is read ahead.
+
+        Args:
+            names, batch_size, mini_batches, sequence_length, settings: see `sample`.
+            prefetch: how many batches are drawn ahead; 0 for none.
+
+        Returns:
+            An iterator over what `sample` returns, with `close()`, also a context manager. `get_sampling_indexes`,
+            `get_sampling_weights` and the like are of the last batch that it handed out. What raises, raises where the
+            batch would have been handed out; the next one follows.
+
+        Raises:
+            SpecError: an argument is invalid.
+
+        Example:
+            >>> from rlstructs.memories.torch import RandomMemory
+            >>> memory = RandomMemory(100, seed=0)
+            >>> _ = memory.create_tensor("rewards", 1)
+            >>> memory.add_samples(rewards=range(5))
+            >>> with memory.batches(["rewards"], batch_size=2, prefetch=1) as batches:
+            ...     [[rewards]] = next(batches)
+            >>> rewards.shape
+            torch.Size([2, 1])
+        """
+        return Batches.of(self._draws(names, batch_size, mini_batches, sequence_length, **settings), prefetch)
+
+    def _draws(
+        self,
+        names: Sequence[str],
+        batch_size: int,
+        mini_batches: int,
+        sequence_length: int,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        episode_ends: str = CROSS_ENDS,
+        packed: bool = False,
+        max_steps: int | None = None,
+        context: int = 0,
+        states: Mapping[str, str] | None = None,
+    ) -> StoreDraws:
+        """Describes the draws of `sample`."""
         if packed:
             windows = PackedWindows.of(sequence_length or 1, context, max_steps, states)
             _check_packed(mini_batches, episode_ends, n_step)
-            return self._sample_packed(names, batch_size, windows)
+            return self._packed_draws(names, batch_size, windows)
         check_not_packed(context, max_steps, states)
         names, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
         settings = sequence_length, n_step, gamma, episode_ends
         length = 1 if type(gamma) is float and settings == USUAL else _check_length(storage, *settings)
-        picked, arrays = storage.sample(
+
+        def hand_over(picked: Selection, arrays: list[Any]) -> Any:
+            self._note(picked, picked.rows.reshape(-1), gamma if n_step == 1 else arrays.pop())
+            if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
+                # A subclass returns rows in its own way, for example on another device: skrl's `sample` uses it too.
+                return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
+            if length > 1:
+                arrays = [array.reshape(picked.rows.size, *array.shape[2:]) for array in arrays]
+            starts = None if mini_batches == 1 else np.arange(0, picked.rows.size, length)
+            return self._tensors.split(names, known, arrays, mini_batches, starts)
+
+        return StoreDraws(
+            storage,
+            self._stream,
             n,
             lambda count: self._select(count, Windows(length, episode_ends)),
             lambda chosen: _read_windows(storage, chosen, known, n_step, gamma),
+            hand_over,
         )
-        self.sampling_indexes = self.framework.as_indexes(picked.rows.reshape(-1))
-        self._last = picked
-        self._discounts = gamma if n_step == 1 else arrays.pop()
-        if n_step == 1 and type(self).sample_by_index is not memory.Memory.sample_by_index:
-            # A subclass returns rows in its own way, for example on another device: skrl's `sample` uses it too.
-            return self.sample_by_index(names=names, indexes=self.sampling_indexes, mini_batches=mini_batches)
-        if length > 1:
-            arrays = [array.reshape(picked.rows.size, *array.shape[2:]) for array in arrays]
-        starts = None if mini_batches == 1 else np.arange(0, picked.rows.size, length)
-        return self._tensors.split(names, known, arrays, mini_batches, starts)
+
+    def _note(self, picked: Selection, rows: np.ndarray, discounts: Any) -> None:
+        """Notes a batch that is handed out."""
+        self._last, self._discounts = picked, discounts
+        self.sampling_indexes = self.framework.as_indexes(rows)
 
     def get_sampling_mask(self) -> Any:
         """Returns a mask of the valid sampled rows, bool (rows,).
@@ -154,7 +226,7 @@ class RandomMemory(memory.Memory):
     def _select(self, n: int, windows: Windows | PackedWindows) -> Selection:
         return windows.select(self._storage, self._picker, n, self._stream.generator)
 
-    def _sample_packed(self, names: Sequence[str], batch_size: int, windows: PackedWindows) -> Any:
+    def _packed_draws(self, names: Sequence[str], batch_size: int, windows: PackedWindows) -> StoreDraws:
         _, known = self._tensors.check_names(names, self.strict)
         n, storage = check_count("batch_size", batch_size), self._tensors.allocate()
         if storage.episodes is None:
@@ -162,16 +234,17 @@ class RandomMemory(memory.Memory):
         read = list(dict.fromkeys([*known, *windows.states.values()]))
         for column in windows.states.values():
             self._tensors.check_known(column)
-        self._last, pack = windows.draw(
-            storage,
-            n,
-            lambda count: self._select(count, windows),
-            lambda _, rows: dict(zip(read, storage.columns.gather(read, rows), strict=True)),
-            storage.columns.specs,
+        specs = storage.columns.specs
+
+        def hand_over(picked: Selection, arrays: Any) -> Any:
+            picked, pack = windows.pack(picked, arrays, specs)
+            self._note(picked, picked.fields[ANCHOR], 1.0)
+            return in_library(pack.get(known), self.framework.library, self.device)
+
+        read_all = windows.reader(
+            lambda _, rows: dict(zip(read, storage.columns.gather(read, rows), strict=True)), specs
         )
-        self.sampling_indexes = self.framework.as_indexes(self._last.fields[ANCHOR])
-        self._discounts = 1.0
-        return in_library(pack.get(known), self.framework.library, self.device)
+        return StoreDraws(storage, self._stream, n, lambda count: self._select(count, windows), read_all, hand_over)
 
 
 def _check_packed(mini_batches: int, episode_ends: str, n_step: int) -> None:

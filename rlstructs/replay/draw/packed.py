@@ -106,6 +106,13 @@ class PackedWindows(NamedTuple):
         Raises:
             MissingKeyError: a column of a state is missing.
         """
+        read_all = self.reader(read, specs)
+        if storage is None:
+            return self.pack(picked := select(n), read_all(picked), specs, describe)
+        return self.pack(*storage.sample(n, select, read_all), specs, describe)
+
+    def reader(self, read: ReadRows, specs: Mapping[str, Spec]) -> Callable[[Selection], list[_Ragged]]:
+        """Returns a function that reads drawn windows; see `draw`."""
         if missing := sorted(set(self.states.values()) - specs.keys()):
             raise MissingKeyError(f"packed: states needs column(s) {missing}, there are {sorted(specs)}")
 
@@ -114,10 +121,17 @@ class PackedWindows(NamedTuple):
             rows = picked.view.shifted(picked.fields[FIRST].repeat(counts), _count_up(counts))
             return [_Ragged(rows, dict(read(picked.view, rows)), counts.copy())]
 
-        if storage is None:
-            [drawn] = read_all(picked := select(n))
-        else:
-            picked, [drawn] = storage.sample(n, select, read_all)
+        return read_all
+
+    def pack(
+        self,
+        picked: Selection,
+        windows: list[_Ragged],
+        specs: Mapping[str, Spec],
+        describe: Callable[[Selection], Fields] = lambda picked: {},
+    ) -> tuple[Selection, PackedTrajectories]:
+        """Packs windows that were read; see `draw`."""
+        [drawn] = windows
         tensors = TO_TORCH.with_objects(drawn.arrays, specs)
         return self._pack(picked, drawn.rows, dict(tensors.items()), describe(picked))
 

@@ -31,7 +31,10 @@ class Stream:
 
     Attributes:
         generator: the present one; `restart` sets another.
+        n_saves: how often its state was saved.
     """
+
+    n_saves = 0
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.restart(generator)

@@ -150,6 +150,7 @@ def contents(buffer: Stored) -> Contents:
     They are arrays, some of them views; dtypes that numpy lacks; and the rest as JSON.
     """
     storage = buffer._form.storage(buffer)
+    buffer._stream.n_saves += 1
     storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
     columns, n_slots = storage.columns, used_slots(buffer)
     arrays: Arrays = {RING: storage.ring.counters.copy()}

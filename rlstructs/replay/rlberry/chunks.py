@@ -14,6 +14,7 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.draw.ahead import Batches, StoreDraws
 from rlstructs.replay.draw.packed import ANCHOR, FIRST, PackedWindows, in_library
 from rlstructs.replay.draw.plan import (
     AVOID_ENDS,
@@ -291,25 +292,59 @@ class ChunkReplayBuffer(Buffer):
             SpecError: an argument is invalid, or there is no chunk to draw.
             StateError: there are no priorities.
         """
+        draws = self._draws(batch_size, chunk_size, sampling_mode, packed, context, max_steps, states)
+        batch: ChunkBatch | None = draws.sample() if self._storage.view(1 if packed else chunk_size).total else None
+        return batch
+
+    def batches(
+        self, batch_size: int, chunk_size: int, sampling_mode: str = UNIFORM, *, prefetch: int = 2, **settings: Any
+    ) -> Batches:
+        """Makes batches ahead, for ever, by threads; see `RandomMemory.batches`.
+
+        Weights are of the draw, too.
+
+        Args:
+            batch_size, chunk_size, sampling_mode, settings: see `sample`.
+            prefetch: how many batches are drawn ahead; 0 for none.
+
+        Returns:
+            An iterator over what `sample` returns. Without a chunk to draw, it raises SpecError.
+
+        Raises:
+            SpecError, StateError: see `sample`.
+        """
+        return Batches.of(self._draws(batch_size, chunk_size, sampling_mode, **settings), prefetch)
+
+    def _draws(
+        self,
+        batch_size: int,
+        chunk_size: int,
+        sampling_mode: str,
+        packed: bool = False,
+        context: int = 0,
+        max_steps: int | None = None,
+        states: Mapping[str, str] | None = None,
+    ) -> StoreDraws:
+        """Describes the draws of `sample`."""
         length = check_count("chunk_size", chunk_size)
         if sampling_mode not in MODES:
             raise SpecError(f"sampling_mode must be one of {MODES}, got {sampling_mode!r}")
-        if sampling_mode == PRIORITIZED and self._priorities is None:
+        by_priority = sampling_mode == PRIORITIZED
+        if by_priority and self._priorities is None:
             raise StateError("sample: there are no priorities; construct the buffer with enable_prioritized=True")
         n = check_count("batch_size", batch_size)
         if unknown := set(self._reading.stack_keys or ()) - self._intake.tags.keys():
             raise MissingKeyError(f"stack_keys: no {sorted(unknown)} among the tags {self.tags}")
-        packs = PackedWindows.of(length, context, max_steps, states) if packed else None
-        if packs is None:
-            check_not_packed(context, max_steps, states)
-        if not self._storage.view(1 if packed else length).total:
-            return None
-        if packs is not None:
-            return self._sample_packed(n, packs, sampling_mode == PRIORITIZED)
-        select = partial(self._select, length=length, mode=sampling_mode)
-        picked, arrays = self._storage.sample(n, select, self._read)
-        data = self._export(arrays, self._storage.columns.specs)
-        return ChunkBatch(data, self._export({"indices": picked.rows, **picked.fields}, {}))
+        if packed:
+            return self._packed_draws(n, PackedWindows.of(length, context, max_steps, states), by_priority)
+        check_not_packed(context, max_steps, states)
+
+        def hand_over(picked: Selection, arrays: dict[str, Any]) -> ChunkBatch:
+            data = self._export(arrays, self._storage.columns.specs)
+            return ChunkBatch(data, self._export({"indices": picked.rows, **picked.fields}, {}))
+
+        select = partial(self._select, length=length, by_priority=by_priority)
+        return StoreDraws(self._storage, self._stream, n, select, self._read, hand_over)
 
     def update_priorities(self, indices: Any, new_priorities: Any) -> None:
         """Sets the priorities of rows; if an index is repeated, its last priority counts.
@@ -344,29 +379,26 @@ class ChunkReplayBuffer(Buffer):
         if self._priorities is not None:
             self._priorities.clear()
 
-    def _sample_packed(self, n: int, packs: PackedWindows, by_priority: bool) -> ChunkBatch:
+    def _packed_draws(self, n: int, packs: PackedWindows, by_priority: bool) -> StoreDraws:
         def select(count: int) -> Selection:
             picked = self._pick(count, by_priority, packs.select)
             picked.earliest = self._reading.earliest(picked.view, picked.fields[FIRST])
             return picked
 
-        specs = self._storage.columns.specs
-        picked, pack = packs.draw(
-            self._storage,
-            n,
-            select,
-            lambda view, rows: self._reading.read(self._storage, view, list(specs), rows),
-            specs,
-            lambda picked: {"weights": picked.fields["weights"]},
-        )
-        fields = picked.fields
-        info = {"indices": fields[ANCHOR][:, None], "weights": fields["weights"]}
-        info |= {name: fields[name][:, 0] for name in ("mask", "is_first")}
-        data = in_library(pack, self._export.framework, self._export.device)
-        return ChunkBatch(data, self._export(info, {}))
+        def hand_over(picked: Selection, arrays: Any) -> ChunkBatch:
+            picked, pack = packs.pack(picked, arrays, specs, lambda picked: {"weights": picked.fields["weights"]})
+            fields = picked.fields
+            info = {"indices": fields[ANCHOR][:, None], "weights": fields["weights"]}
+            info |= {name: fields[name][:, 0] for name in ("mask", "is_first")}
+            data = in_library(pack, self._export.framework, self._export.device)
+            return ChunkBatch(data, self._export(info, {}))
 
-    def _select(self, n: int, length: int, mode: str) -> Selection:
-        ends, by_priority = self._episode_ends, self._priorities is not None and mode == PRIORITIZED
+        specs = self._storage.columns.specs
+        read = packs.reader(lambda view, rows: self._reading.read(self._storage, view, list(specs), rows), specs)
+        return StoreDraws(self._storage, self._stream, n, select, read, hand_over)
+
+    def _select(self, n: int, length: int, by_priority: bool) -> Selection:
+        ends = self._episode_ends
         wanted = f"window of {length} rows" + (" within one episode" if ends == AVOID_ENDS else "")
         windows = Windows(length, ends, is_last=by_priority)
         picked = self._pick(n, by_priority, partial(windows.select, wanted=wanted))

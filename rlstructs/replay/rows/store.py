@@ -376,19 +376,29 @@ class Storage(CopiedWhole):
             StateError: writers overwrite or drop rows faster than they can be read.
         """
         arrays = read(picked := select(n))
+        self.replace_overwritten(picked, arrays, select, read, redraws)
+        return picked, arrays
+
+    def replace_overwritten(
+        self, picked: Selection, arrays: A, select: Callable[[int], Selection], read: Callable[[Selection], A],
+        redraws: int = MAX_REDRAWS,
+    ) -> bool:  # fmt: skip
+        """Draws those of `sample`'s samples again that were overwritten since, in place.
+
+        Returns whether there were any. The others were whole when they were read; later writes do not matter.
+        """
         stale = self.find_overwritten(picked)
         if stale is None:
-            return picked, arrays
+            return False
         if not redraws:
             raise StateError("sample: rows are overwritten faster than they are read; use a larger memory")
-        # The other samples were whole when they were read; later writes do not matter.
         again, replacements = self.sample(int(stale.sum()), select, read, redraws - 1)
         if len(again.rows) < stale.sum():  # without replacement there may be fewer
             raise StateError("sample: rows were dropped while they were read")
         picked.put(stale, again)
         for at in arrays if isinstance(arrays, dict) else range(len(arrays)):
             arrays[at][stale] = replacements[at]
-        return picked, arrays
+        return True
 
     def read_at(
         self,

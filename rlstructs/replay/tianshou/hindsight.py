@@ -10,6 +10,7 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.errors import MissingKeyError, SpecError
+from rlstructs.replay.draw.plan import Fields, Selection
 from rlstructs.replay.draw.reading import discounted, read_sources
 from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.intake.arrays import as_rows, from_bits, host_array
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
+# Of each drawn row: whether it gets another goal, and the row whose achieved goal that is.
+RELABELLED, SOURCES = "relabelled", "sources"
 Reward = Callable[[np.ndarray, np.ndarray], Any]
 
 
@@ -68,15 +71,18 @@ class HindsightReader(Reader):
         self.compute_reward_fn = compute_reward_fn
         self.horizon, self.future_k = check_count("horizon", horizon), float(future_k)
 
-    def read(self, rows: AnyView, frames: np.ndarray) -> dict[str, Any]:
+    def relabelling(self, rows: AnyView, at: np.ndarray) -> Fields:
         assert isinstance(rows, View)
-        arrays = super().read(rows, frames)
-        at = frames[:, -1]
         if not at.size:
-            return arrays
+            return {}
         relabelled, sources = self._futures(rows, at)
+        return {RELABELLED: relabelled, SOURCES: sources}
+
+    def read_drawn(self, picked: Selection) -> dict[str, Any]:
+        arrays, rows, at = super().read_drawn(picked), picked.view, picked.rows[:, -1]
+        relabelled = picked.fields.get(RELABELLED, np.zeros(0, bool))
         if relabelled.any():
-            goals = self._achieved(rows, sources[relabelled])
+            goals = self._achieved(rows, picked.fields[SOURCES][relabelled])
             for first in (OBS, OBS_NEXT):
                 name = f"{first}/{DESIRED}"
                 spec = self.table.specs[name]

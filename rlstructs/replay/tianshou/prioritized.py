@@ -24,6 +24,8 @@ from rlstructs.workers.public_names import set_module
 # Added to the absolute value of a priority, so that every row may be drawn.
 EPSILON = float(np.finfo(np.float32).eps)
 WEIGHT = "weight"
+# Of each drawn row: the smallest priority of all rows at the draw, to the power of alpha.
+SMALLEST = "smallest"
 
 
 class PrioritizedReader(Reader):
@@ -56,7 +58,9 @@ class PrioritizedReader(Reader):
 
     def pick(self, n: int) -> Pick:
         with self.priorities.lock:
-            return super().pick(n)
+            pick = super().pick(n)
+            pick.fields[SMALLEST] = np.full(pick.at.size, self.priorities.tree.minimum)
+        return pick
 
     def remember(self, pick: Pick) -> Pick:
         assert isinstance(pick.rows, View)
@@ -65,8 +69,11 @@ class PrioritizedReader(Reader):
         return pick
 
     def compute_beside(self, at: np.ndarray, fields: Fields | None = None) -> dict[str, Any]:
-        leaves = fields[LEAVES] if fields else self.read_leaves(at)
-        smallest = leaves.min(initial=np.inf) if self.weight_norm else self.priorities.tree.minimum
+        fields = fields or {}
+        leaves = fields[LEAVES] if LEAVES in fields else self.read_leaves(at)
+        smallest = self.priorities.tree.minimum
+        if self.weight_norm or SMALLEST in fields:
+            smallest = (leaves if self.weight_norm else fields[SMALLEST]).min(initial=np.inf)
         return {WEIGHT: importance_weights(leaves, smallest, self.beta)}
 
     def read_leaves(self, at: Any) -> np.ndarray:

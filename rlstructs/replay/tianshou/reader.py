@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError
+from rlstructs.replay.draw.ahead import Batches, StoreDraws
 from rlstructs.replay.draw.packed import ANCHOR, FIRST, PackedWindows, in_library
 from rlstructs.replay.draw.plan import Fields, Fits, Picker, Selection, Uniform
 from rlstructs.replay.draw.reading import Reading, Sources, read_sources
@@ -197,9 +199,39 @@ class Reader:
         return buffer[index], index
 
     def _draw_batch(self, n: int, pick: Callable[[int], Pick]) -> tuple[Any, np.ndarray]:
-        frames, fields, arrays = self.draw(n, pick)
-        at = frames[:, -1].copy()
-        return self._hand_over(arrays | self.compute_beside(at, fields)), at
+        draws = self.draws(n, pick)
+        if self.table.is_joined:  # it is for one thread
+            picked = draws.draw()
+            found: tuple[Any, np.ndarray] = draws.hand_over(picked, draws.read(picked))
+        else:
+            found = draws.sample()
+        return found
+
+    def draws(self, n: int, pick: Callable[[int], Pick]) -> StoreDraws:
+        """Describes the draws of `sample`: of n rows, by `pick`."""
+
+        def select(count: int) -> Selection:
+            rows, at, fields = pick(count)
+            # The earliest row that is read tells whether a sample was overwritten meanwhile.
+            frames: Any = rows  # several buffers are for one thread, whose rows stay
+            return Selection(self.find_frames(rows, at), frames, fields | self.relabelling(rows, at))
+
+        def hand_over(picked: Selection, arrays: dict[str, Any]) -> tuple[Any, np.ndarray]:
+            at = picked.rows[:, -1].copy()
+            return self._hand_over(arrays | self.compute_beside(at, picked.fields)), at
+
+        return StoreDraws(self.table.storage, self.stream, n, select, self.read_drawn, hand_over)
+
+    def batches(self, batch_size: int, prefetch: int) -> Batches:
+        """Makes batches ahead; see `ReplayBuffer.batches`."""
+        if self.table.is_joined:
+            raise SpecError("batches: a CachedReplayBuffer is for one thread, and makes nothing ahead; use sample")
+        draws = self.draws(check_count("batch_size", batch_size), self.pick)
+        return Batches(
+            lambda: draws,
+            lambda batch: self.table.read_whole(draws.hand_over, batch.picked, batch.arrays),
+            prefetch,
+        )
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
         """Draws row ids, int64 (n,); see `ReplayBuffer.sample_indices`."""
@@ -267,33 +299,18 @@ class Reader:
         """Records a draw, and returns it."""
         return pick
 
-    def draw(self, n: int, pick: Callable[[int], Pick]) -> tuple[np.ndarray, Fields, dict[str, Any]]:
-        """Draws and reads rows.
-
-        Rows that another thread overwrites meanwhile are drawn again.
-
-        Returns:
-            The rows of the stacks, (n, stack_num), more values of each, and name -> array (n, ...).
-        """
-        storage = self.table.storage
-        if self.table.is_joined:  # it is for one thread
-            rows, at, fields = pick(n)
-            frames = self.find_frames(rows, at)
-            return frames, fields, self.read(rows, frames)
-
-        def select(count: int) -> Selection:
-            rows, at, fields = pick(count)
-            assert isinstance(rows, View)
-            # The earliest row that is read tells whether a sample was overwritten meanwhile.
-            return Selection(self.find_frames(rows, at), rows, fields)
-
-        picked, arrays = storage.sample(n, select, lambda picked: self.read(picked.view, picked.rows))
-        return picked.rows, picked.fields, arrays
-
     def find_frames(self, rows: AnyView, at: np.ndarray) -> np.ndarray:
         """Returns the rows of the stacks of some rows, (n, stack_num)."""
         stack_num = self.options.stack_num
         return at[:, None] if stack_num == 1 else rows.frames(at, stack_num)
+
+    def read_drawn(self, picked: Selection) -> dict[str, Any]:
+        """Reads drawn rows."""
+        return self.read(picked.view, picked.rows)
+
+    def relabelling(self, rows: AnyView, at: np.ndarray) -> Fields:
+        """Draws what a buffer that relabels rows needs beside them."""
+        return {}
 
     def read(self, rows: AnyView, frames: np.ndarray) -> dict[str, Any]:
         """Reads a sample of the rows with these stacks."""

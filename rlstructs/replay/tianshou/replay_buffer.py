@@ -13,6 +13,7 @@ import torch
 from rlstructs.checks import check_count, clean_text
 from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.draw.ahead import Batches
 from rlstructs.replay.draw.packed import PackedWindows
 from rlstructs.replay.draw.plan import check_not_packed
 from rlstructs.replay.draw.reading import Reading
@@ -385,9 +386,7 @@ class ReplayBuffer(Buffer):
             EmptyBufferError, SpecError: see `sample_indices`; or a subclass reads by index where that differs, or
                 relabels rows that are to be packed.
         """
-        own = type(self)
-        by_index = own.__getitem__ is not ReplayBuffer.__getitem__
-        is_own = by_index or own.sample_indices is not ReplayBuffer.sample_indices
+        own, by_index, is_own = type(self), self._reads_own, self._draws_own
         if packed:
             windows = PackedWindows.of(sequence_length, context, max_steps, states)
             if is_own:
@@ -397,6 +396,37 @@ class ReplayBuffer(Buffer):
         if is_own:
             return self._table.read_whole(self._reader.sample_by, self, batch_size, by_index)
         return self._table.read_whole(self._reader.sample, batch_size)
+
+    def batches(self, batch_size: int, *, prefetch: int = 2) -> Batches:
+        """Makes batches ahead, for ever, by threads; see `RandomMemory.batches`.
+
+        Weights have the exponent `beta` that is set as a batch is handed out. Threads call the reward function of a
+        buffer that relabels rows.
+
+        Args:
+            batch_size: number of rows, from 1.
+            prefetch: how many batches are drawn ahead; 0 for none.
+
+        Returns:
+            An iterator over what `sample` returns.
+
+        Raises:
+            SpecError: an argument is invalid, or the buffer is of several buffers, or of a subclass that draws or reads
+                in its own way.
+        """
+        if self._draws_own:
+            raise SpecError(f"batches: {type(self).__name__} chooses or reads rows in its own way; use its sample")
+        return self._reader.batches(batch_size, prefetch)
+
+    @property
+    def _reads_own(self) -> bool:
+        """Whether a subclass reads rows in its own way."""
+        return type(self).__getitem__ is not ReplayBuffer.__getitem__
+
+    @property
+    def _draws_own(self) -> bool:
+        """Whether a subclass draws or reads rows in its own way."""
+        return self._reads_own or type(self).sample_indices is not ReplayBuffer.sample_indices
 
     def sample_indices(self, batch_size: int | None) -> np.ndarray:
         """Draws rows.

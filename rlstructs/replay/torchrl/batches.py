@@ -1,25 +1,13 @@
 """Makes the batches of a `DictTensorReplayBuffer`.
 
-They are made one by one, in passes, and before they are asked for.
-
-    caller     draws ahead, then resets the generator      | takes a batch: only now the generator moves on
-    threads    gather, transform and hand over             |
-
-The stream of batches is the same whether or not some are made ahead. A batch drawn ahead is the batch that a later draw
-would give if nothing changed in between. So each records the state it was drawn from; after any change all of them are
-dropped. If rows or priorities change between any two samples, nothing can be made ahead: after a change two samples
-have to follow one another before anything is drawn ahead again.
+They are made one by one, in passes, and ahead of time (`rlstructs/replay/draw/ahead.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-import os
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,158 +15,16 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
+from rlstructs.replay.draw.ahead import Batch, Batches, Place, Prefetch, early_basis
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import is_mapping
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.lanes import Instant
 from rlstructs.replay.torchrl import episode_marks, packs, tensordicts
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
 from rlstructs.replay.torchrl.slice_samplers import INSIDE, SliceSampler
 from rlstructs.structures.dict_tensor import DictTensor
-
-# More threads than this would only wait for each other.
-MAX_THREADS = 8
-
-
-class Batch:
-    """A batch that is being made.
-
-    The first thread that comes does the remaining work.
-    """
-
-    def __init__(self, draws: Draws, picked: Selection) -> None:
-        self.picked, self.after = picked, draws.place()
-        self._draws: Draws | None = draws
-        self._arrays: Any = None
-        self.future: Future[Made | None] | None = None
-
-    def read(self) -> None:
-        """Reads the rows, unless that is done; the lock is held."""
-        if self._draws is not None and self._arrays is None:
-            self._arrays = self._draws.read(self.picked)
-
-    def drop(self) -> None:
-        """Cancels the batch; the lock is held."""
-        if self.future is not None:
-            self.future.cancel()
-        self._draws = None
-
-    def make(self) -> Made | None:
-        """Makes the batch; None if it was dropped."""
-        draws = self._draws
-        if draws is None:
-            return None
-        with draws.lock:
-            if self._draws is None:
-                return None
-            self.read()
-        try:
-            return draws.finish(self.picked, self._arrays)
-        finally:
-            self._draws = self._arrays = None  # they would keep the rows alive
-
-    def result(self) -> Made | None:
-        """Returns the batch, or makes it if no other thread has begun."""
-        if self.future is None or self.future.cancel():
-            return self.make()
-        return self.future.result()
-
-
-class Prefetch:
-    """Batches that are made ahead.
-
-    The lock of the rows is held whenever a method is called.
-
-    Args:
-        depth: number of batches.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._queue: deque[Batch] = deque()
-        self._drawn_from: Any = None  # of the batches in the queue: the request, the number of transforms, the instant
-        self._before: Place | None = None  # the place in the stream before the first of them
-        self._is_calm = True
-        self._pool: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __reduce__(self) -> Any:
-        return Prefetch, (self.depth,)
-
-    def take(self, draws: Draws, now: Instant) -> Batch:
-        """Takes the next batch.
-
-        Args:
-            draws: draws it, if none was made ahead.
-            now: the instant of the store.
-        """
-        place = draws.place()
-        self._forget_after_fork()
-        drawn_from = draws.request, draws.n_transforms, now
-        if self._drawn_from == drawn_from and (not self._queue or self._before == place):
-            self._is_calm = True
-        else:
-            self._is_calm = not self._queue
-            self.drop()
-        self._drawn_from = drawn_from
-        if self._queue:
-            batch = self._queue.popleft()
-            draws.go_to(batch.after)
-        else:
-            batch = Batch(draws, draws.draw())
-        draws.sampler.drawn(batch.picked)
-        batch.read()
-        self._before = batch.after
-        if self._is_calm:
-            self._fill(draws, self._queue[-1].after if self._queue else batch.after)
-        # Drawing makes priorities follow the rows, which changes no later draw.
-        self._drawn_from = draws.request, draws.n_transforms, now._replace(draws=draws.clock.draws)
-        return batch
-
-    def _fill(self, draws: Draws, last: Place) -> None:
-        """Draws until enough batches are made ahead.
-
-        An error will come again when the batch is asked for.
-        """
-        here = draws.place()
-        try:
-            with contextlib.suppress(ValueError, RuntimeError):
-                while len(self._queue) < self.depth:
-                    draws.go_to(last)
-                    batch = Batch(draws, draws.draw())
-                    last = batch.after
-                    self._pool = self._pool or ThreadPoolExecutor(min(self.depth, MAX_THREADS), "rlstructs-prefetch")
-                    batch.future = self._pool.submit(batch.make)
-                    self._queue.append(batch)
-        finally:
-            draws.go_to(here)
-
-    def _forget_after_fork(self) -> None:
-        """In a forked process, forgets the batches of threads that only its parent has."""
-        if os.getpid() != self._pid:
-            self._queue.clear()
-            self._pool, self._pid = None, os.getpid()
-
-    def drop(self) -> None:
-        """Drops all batches that were drawn ahead."""
-        for batch in self._queue:
-            batch.drop()
-        self._queue.clear()
-
-    def close(self) -> Callable[[], None]:
-        """Drops all batches that were drawn ahead, and makes no more.
-
-        Returns a function that waits for the threads; call it without the lock.
-        """
-        self._forget_after_fork()
-        self.drop()
-        pool, self._pool, self.depth = self._pool, None, 0
-        return (lambda: None) if pool is None else (lambda: pool.shutdown(cancel_futures=True))
 
 
 class Sampling:
@@ -221,12 +67,23 @@ class Sampling:
                 return None
             draws, batch = Draws(parts, request, self._collate_fn, self._pin_memory), None
             if self.ahead.depth:
-                batch = self.ahead.take(draws, parts.store.now())
+                batch = self.ahead.take(draws)
             else:
                 picked = draws.draw()
                 draws.sampler.drawn(picked)
                 arrays = draws.read(picked)
-        return draws.finish(picked, arrays) if batch is None else batch.result()
+        made: Made = draws.finish(picked, arrays) if batch is None else batch.result()
+        return made
+
+    def batches(self, n: int, prefetch: int) -> Batches:
+        """Makes batches of n rows ahead; the draws are early ones, unless the sampler goes through passes."""
+
+        def make_draws() -> Draws:
+            with self._parts.lock:
+                request = self._request(n, with_info=True)
+                return Draws(self._parts, request, self._collate_fn, self._pin_memory, is_early=True)
+
+        return Batches(make_draws, lambda batch: batch.result()[0], prefetch)
 
     def sample(self, n: int, with_info: bool, packed: bool, windows: Mapping[str, Any]) -> Made:
         """Makes a batch of n rows, or a pack of windows.
@@ -302,24 +159,6 @@ Request = tuple[int, int, bool]
 Made = tuple[Any, dict[str, Any]]
 
 
-@dataclass
-class Place:
-    """A place in the stream of draws.
-
-    Attributes:
-        generator: state of the bit generator.
-        position: of the sampler.
-    """
-
-    generator: Mapping[str, Any]
-    position: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Place):
-            return NotImplemented
-        return bool(self.position == other.position and _comparable(self.generator) == _comparable(other.generator))
-
-
 class Draws:
     """Draws rows and makes batches of them.
 
@@ -331,18 +170,37 @@ class Draws:
         request: the number of draws, and so on; see `Request`.
         collate_fn: applied to a batch before all transforms; None for nothing.
         pin_memory: whether batches are in page-locked memory.
+        is_early: whether batches that are made ahead may be of earlier rows and priorities.
     """
 
     def __init__(
-        self, parts: Assembly, request: Request, collate_fn: Callable[[Any], Any] | None, pin_memory: bool
+        self,
+        parts: Assembly,
+        request: Request,
+        collate_fn: Callable[[Any], Any] | None,
+        pin_memory: bool,
+        is_early: bool = False,
     ) -> None:
         self.lock, self._store, self._reading = parts.lock, parts.store, parts.reading
-        self._rng, self.clock = parts.stream.generator, parts.store.clock
+        self._stream, self._rng = parts.stream, parts.stream.generator
         self.request, self._collate_fn, self._pin_memory = request, collate_fn, pin_memory
         self.sampler, self._transform, self.n_transforms = parts.sampler, parts.transform, len(parts.transform.parts)
         self._specs, self._axes, self._export = parts.store.columns.specs, parts.axes, parts.export
         # Whether each draw is one row of a batch.
         self._is_flat = type(parts.sampler).flat is Sampler.flat
+        self.is_early = is_early and self.sampler.position() is None
+
+    def basis(self) -> Any:
+        rows = early_basis(self._store, self._stream) if self.is_early else self._store.now()
+        return None if rows is None else (self.request, self.sampler, self.n_transforms, rows)
+
+    def settle(self, batch: Batch) -> Batch:
+        if self.is_early and self._store.find_overwritten(batch.picked) is not None:
+            batch.drop()
+            batch = Batch(self, self.draw())
+        self.sampler.drawn(batch.picked)
+        batch.read()  # while the lock is held
+        return batch
 
     def place(self) -> Place:
         """Returns the place in the stream of draws."""
@@ -444,10 +302,3 @@ def _add_columns(batch: Any, info: dict[str, Any]) -> Any:
             tensordicts.put(batch, name, value)
         return batch
     return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118
-
-
-def _comparable(value: Any) -> Any:
-    """Converts the state of a bit generator to values that `==` compares."""
-    if isinstance(value, Mapping):
-        return {name: _comparable(each) for name, each in value.items()}
-    return value.tobytes() if isinstance(value, np.ndarray) else value

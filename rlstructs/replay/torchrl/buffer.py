@@ -15,6 +15,7 @@ from rlstructs.checks import check_count, check_names
 from rlstructs.errors import SpecError, StateError
 from rlstructs.files.layout import WRITERS, ending_of
 from rlstructs.replay.buffer import Buffer
+from rlstructs.replay.draw.ahead import Batches
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.trajectories import take_trajectories
@@ -328,8 +329,6 @@ def _find_seed(generator: Any) -> np.random.Generator | int | None:
     return generator  # type: ignore[no-any-return] # `generator_of` checks it
 
 
-# Number of rows if no storage is given, as in torchrl.
-DEFAULT_SIZE = 1000
 # Arguments of torchrl's buffers without a meaning here, and the values that are accepted.
 NEUTRAL = {
     "sample_unit": None,
@@ -429,7 +428,7 @@ class DictTensorReplayBuffer(DictTensorBase):
             raise StateError("pin_memory: torch sees no accelerator to copy page-locked memory to")
         keys = None if stack_keys is None else tuple(join_key(key) for key in check_names("stack_keys", stack_keys))
         parts = Assembly(
-            create_part("storage", storage, ReplayStorage, partial(ListStorage, DEFAULT_SIZE)),
+            create_part("storage", storage, ReplayStorage, partial(ListStorage, 1000)),  # as many rows as in torchrl
             create_part("sampler", sampler, Sampler, RandomSampler),
             create_part("writer", writer, Writer, RoundRobinWriter),
             compose(transform),
@@ -545,6 +544,20 @@ class DictTensorReplayBuffer(DictTensorBase):
         with_info = include_info is None or bool(include_info)
         made = self._sampling.sample(self._sampling.size(batch_size), with_info, packed, windows)
         return made if return_info else made[0]
+
+    def batches(self, batch_size: int | None = None, *, prefetch: int = 2) -> Batches:
+        """Makes batches ahead, for ever, while rows and priorities change; see `RandomMemory.batches`.
+
+        Without replacement, all that was drawn ahead is drawn anew after any change.
+
+        Args:
+            batch_size: number of rows; None for that of the constructor.
+            prefetch: how many batches are drawn ahead; the constructor's is for `sample` alone.
+
+        Returns:
+            An iterator over what `sample` returns.
+        """
+        return self._sampling.batches(self._sampling.size(batch_size), prefetch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches of the constructor's size, for ever.
