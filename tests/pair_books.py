@@ -109,12 +109,23 @@ def check_batch(batch, case):
     valid = array(batch.trajectories.mask()).astype(bool)
     if not valid.size:
         return
+    check_pack(batch, valid)
     for mistake, where in mistakes(batch, case):
         found = np.argwhere(where & valid)
         if found.size:
             row, t = found[0]
             numbers = numbers_of(batch.trajectories, "observation/", case["shows"])[row, t].tolist()
             raise AssertionError(f"row {row}, t={t} ({dict(zip(FIELDS, numbers, strict=True))}): {mistake}")
+
+
+def check_pack(batch, valid):
+    """Raises AssertionError unless a pack of a batch holds its steps, and is unpacked to them."""
+    for by in ("row", "episode"):
+        pack = batch.packed(by)
+        assert len(pack.positions) == pack.cu_seqlens[-1] == valid.sum(), f"packed by {by}: {len(pack.positions)} steps"
+        for key, values in batch.trajectories.items():
+            found = array(pack.unpack(pack[key]))[valid]
+            assert np.array_equal(found, array(values)[valid], equal_nan=True), f"packed by {by}: {key}"
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,10 +24,14 @@ def library():
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 
+tree_of = functools.cache(ast.parse)
+
+
+@functools.cache
 def code_lines(text):
     """The numbers of the lines that hold code: no blank ones, no comments, no docstrings."""
     prose = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         may_have_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         if may_have_one and ast.get_docstring(node):
             prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
@@ -47,7 +52,7 @@ def long_functions(texts):
     found = {}
     for path, text in texts.items():
         code = code_lines(text)
-        for name, node in functions(ast.parse(text)):
+        for name, node in functions(tree_of(text)):
             if size(node, code) > MOST_FUNCTION_LINES:
                 found[f"{path} {name}"] = size(node, code)
     return found
@@ -67,7 +72,7 @@ def long_classes(texts):
     """Path and name of every class that has too many lines of code together with all classes that it inherits from."""
     found = {}  # (path, name) -> number of lines, keys of base classes
     for path, text in texts.items():
-        tree, code = ast.parse(text), code_lines(text)
+        tree, code = tree_of(text), code_lines(text)
         home = {node.name: (path, node.name) for node in tree.body if isinstance(node, ast.ClassDef)}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:

@@ -211,3 +211,54 @@ def test_two_writers_to_one_store_take_turns():
         every = general.view().every_row()
         assert storage.gather(["x"], every)[0].tolist() == general.gather(["x"], every)[0].tolist()
         assert storage.episodes.times(every).tolist() == general.episodes.times(every).tolist()
+
+
+def tensor_memory(kind, quick):
+    made = KINDS["torch"].RandomMemory(memory_size=600, num_envs=12, seed=0)
+    for name, dtype in {"x": torch.bfloat16, "n": torch.uint8, "late": None, "terminated": torch.bool}.items():
+        made.create_tensor(name, size=(2, 3) if name == "n" else 1, dtype=dtype, keep_dimensions=name == "n")
+    if kind == "live":
+        made.get_tensor_by_name("late")[:] = 7
+    if kind == "shared":
+        made.share_memory()
+    if not quick:
+        made._intake.write_quickly = lambda tensors, strict: False
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "live", "shared"])
+def test_tensors_that_torch_copies_leave_the_same(kind):
+    """Over more slots than are looked up at once, and than are kept; episodes of one and of all lanes end."""
+    quick, general = tensor_memory(kind, True), tensor_memory(kind, False)
+    for step in range(1300):
+        ends = torch.rand(12, 1) < (0.0, 0.05, 1.0)[step % 3 if step % 40 == 0 else 1]
+        row = {"x": torch.rand(12, 1).bfloat16(), "n": torch.randint(255, (12, 2, 3), dtype=torch.uint8)}
+        with torch.inference_mode(step < 70):
+            changes = quick._storage.clock.changes
+            quick.add_samples(**row, terminated=ends)
+            assert quick._storage.clock.changes == changes or not step
+        general.add_samples(**row, terminated=ends)
+    np.testing.assert_equal(content(quick), content(general))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(1, 1), torch.ones(12, 1, device="meta"), torch.ones(12, 1).to_sparse(), torch.ones(12, 1).double(),
+        torch.ones(12, 1, requires_grad=True),
+    ],
+    ids=["broadcast", "meta", "sparse", "double", "gradient"],
+)  # fmt: skip
+def test_a_tensor_that_torch_would_copy_otherwise_is_converted_or_refused(value):
+    memory = tensor_memory("plain", True)
+    row = {"n": torch.ones(12, 2, 3, dtype=torch.uint8), "terminated": torch.zeros(12, 1, dtype=torch.bool)}
+    memory.add_samples(**row, late=torch.zeros(12, 1))
+    memory.add_samples(**row, late=torch.zeros(12, 1))
+    try:
+        memory.add_samples(**row, late=value)
+    except (ValueError, NotImplementedError):  # torch's own, of a tensor without numbers
+        assert len(memory) == 24 and (memory._storage.ring.reserved == 2).all()
+    else:
+        assert memory.tensors["late"][2].tolist() == [[1.0]] * 12
+    memory.add_samples(**row, late=torch.zeros(12, 1))
+    assert not memory.tensors["late"].requires_grad

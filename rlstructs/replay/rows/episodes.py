@@ -161,20 +161,23 @@ class Episodes:
         capacity, n = self.columns.ring.capacity, lanes.size
         heads = self.columns.ring.head[lanes] if heads is None else heads
         if n <= FEW:
-            lengths = self.columns.cells[EPISODE][..., LENGTH]
             ends, n_news = (x.tolist() if isinstance(x, np.ndarray) else repeat(x, n) for x in (heads, n_new))
-            places = zip(lanes.tolist(), before.tolist(), totals.tolist(), ends, n_news, strict=True)
-            for lane, n_before, total, head, n_after in places:
-                count = max(0, min(n_before, capacity - n_after))
-                start = (head - count) % capacity
-                lengths[lane, start : start + count] = total
-                if start + count > capacity:
-                    lengths[lane, : start + count - capacity] = total
+            for each in zip(lanes.tolist(), before.tolist(), totals.tolist(), n_news, ends, strict=True):
+                self.set_length(*each)
             return
         counts = np.clip(before, 0, capacity - n_new)
         ends, which = counts.cumsum(), np.repeat(np.arange(n), counts)  # of each row that stays: whose it is
         rows = self.columns.at_steps(lanes[which], (heads - ends)[which] + np.arange(which.size))
         self.columns.flat[EPISODE][:, LENGTH][rows] = totals[which]
+
+    def set_length(self, lane: int, before: int, total: int, n_new: int, head: int) -> None:
+        """Sets the length of the newest episode of one lane; see `set_lengths`."""
+        capacity, lengths = self.columns.ring.capacity, self.columns.cells[EPISODE][..., LENGTH]
+        count = max(0, min(before, capacity - n_new))
+        start = (head - count) % capacity
+        lengths[lane, start : start + count] = total
+        if start + count > capacity:
+            lengths[lane, : start + count - capacity] = total
 
     def close(self, lanes: np.ndarray, n_steps: np.ndarray | None = None) -> None:
         """Ends the unfinished episodes of these lanes at their newest rows.

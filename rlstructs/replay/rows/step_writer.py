@@ -1,13 +1,15 @@
 """The fast path of writes: one row per lane, by a kept plan.
 
 `StepWriter` does what `Storage.write` does for T = 1. A plan has the dtype and shape of each column: values that match
-are stored as they are, all others are converted first. Lanes that are in step are written as one block.
+are stored as they are, all others are converted first. Lanes that are in step are written as one block; where all of
+its values are tensors like their columns, torch copies them at once (`StepCopies`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -16,14 +18,15 @@ from torch import Tensor
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
 from rlstructs.replay.intake.roles import is_info
-from rlstructs.replay.rows.episodes import EPISODE, LENGTH, TIME
+from rlstructs.replay.rows.episodes import EPISODE, FEW, LENGTH, TIME
 from rlstructs.replay.rows.lanes import InStep, keep_order
 from rlstructs.replay.rows.records import as_items
 from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.step_copies import BITS, Copied, PlanColumn, StepCopies
 from rlstructs.replay.rows.store import ALL, Storage
 
-# A dtype that no array has: bits of bfloat16 are always converted, and objects copied.
-BITS, NONE = np.dtype((np.void, 2)), np.dtype(np.void)
+# A dtype that no array has: objects are always copied.
+NONE = np.dtype(np.void)
 # In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
 ROW, KEPT = -1, object()
 ONE = np.ones(1, bool)
@@ -32,37 +35,18 @@ STEP, TIME_STEP = np.array(1), np.array(1, np.int32)
 add, count_nonzero = np.add, np.count_nonzero  # looking up names is part of what a write costs
 # Kinds of dtypes that numpy casts to one another.
 NUMBERS = frozenset("biuf")
-# Bytes of an array from which on numpy finds out more quickly than Python whether all are zero.
-MANY = 256
 
+Given = Mapping[str, Any]  # name -> values
 # Converts a value for a column: (name, value, its spec) -> an array that the column takes after a cast without loss.
 Convert = Callable[[str, Any, Spec], Any]
-
-
-class _Column(NamedTuple):
-    """A column of a plan.
-
-    Attributes:
-        shape: of the values written to it, with an axis for lanes unless the plan is of `ROW`.
-        unwritten: its value where it is omitted.
-        limits: Python type -> the range of such numbers that are written as they are.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    is_end: bool
-    unwritten: Any
-    limits: Mapping[type, tuple[Any, Any]]
 
 
 def has_mark(value: ndarray) -> bool:
     """Whether an array holds a number that is not zero.
 
-    Counting bytes is quicker for few of them, but not for floats: -0.0 has a byte that is not 0.
+    Comparing bytes is quicker than counting; but -0.0 has a byte that is not 0.
     """
-    is_quick = value.nbytes <= MANY and value.dtype.kind != "f"
-    return value.tobytes().count(0) != value.nbytes if is_quick else bool(count_nonzero(value))
+    return value.tobytes() != bytes(value.nbytes) and bool(count_nonzero(value))
 
 
 class StepWriter:
@@ -84,7 +68,7 @@ class StepWriter:
         self._changes = -1  # of the clock when `_prepare` was called, and after each write
         self._columns = -1  # of the clock when the plans were made
         self._step = InStep(storage.ring)
-        self._plans: dict[int, list[_Column]] = {}  # number of rows -> columns
+        self._plans: dict[int, list[PlanColumn]] = {}  # number of rows -> columns
         self._detaches = False  # whether tensors with a gradient have been given; asking each tensor takes long
         self.done: ndarray | None = None
 
@@ -97,7 +81,7 @@ class StepWriter:
 
     def write(
         self,
-        tensors: Mapping[str, Any],
+        tensors: Given,
         lanes: slice | ndarray | None = None,
         convert: Convert | None = None,
         *,
@@ -105,7 +89,7 @@ class StepWriter:
         is_row: bool = False,
         fills: bool = False,
         live: Collection[str] = (),
-    ) -> Mapping[str, Any] | None:
+    ) -> Given | None:
         """Appends rows to lanes and returns the arrays given.
 
         None if `Storage.write` has to do it.
@@ -130,37 +114,37 @@ class StepWriter:
             plan = self._make_plan(n)
         if not self._can_write or not tensors or not (fills or len(tensors) == len(plan)):
             return None
-        try:
-            values, ended = self._take(plan, tensors, convert, fills, live)
-        except SpecError:  # `Storage.write` says what does not fit
-            return None
+        copied = None if is_row or not self._is_block(lanes, n_timesteps) else self._copies.pick(tensors, fills, live)
+        values = [] if copied is not None else self._take(plan, tensors, convert, fills, live)
         if values is None:
             return None
         with storage.lock:
             if self._changes != self._clock.changes or not (storage.is_private or self._knows(lanes)):
                 return None
+            is_block = self._is_block(lanes, n_timesteps)
+            if copied is not None and not is_block:  # another process has written since
+                return None
             self._changes = -1  # until all is done, in case of Ctrl-C
-            self.done = None if not ended else ONE if is_row else any_marks(ended)
-            if lanes is None and n_timesteps == 1 and self._step.head is not None and not self._step.n_ahead:
-                self._write_block(self._flat if is_row else self._rows, values)
+            if is_block:
+                self._write_block(self._flat if is_row else self._rows, values, copied)
             else:
-                self._write_rows(values, ALL if lanes is None else lanes, n_timesteps)
+                self._write_rows(values, ALL if lanes is None else lanes, n_timesteps, is_row)
             self._changes = self._clock.changes
         return tensors
 
-    def _take(
-        self, plan: list[_Column], given: Mapping[str, Any], convert: Convert | None, fills: bool, live: Collection[str]
-    ) -> tuple[list[Any] | None, list[Any]]:
-        """Converts a row to a value for each column, or `KEPT`.
+    def _is_block(self, lanes: slice | ndarray | None, n_timesteps: int) -> bool:
+        return lanes is None and n_timesteps == 1 and self._step.head is not None and not self._step.n_ahead
 
-        Also returns the marks of ends that are not all zero.
-        """
-        values, ended = list[Any](), list[Any]()
+    def _take(
+        self, plan: list[PlanColumn], given: Given, convert: Convert | None, fills: bool, live: Collection[str]
+    ) -> list[Any] | None:
+        """Converts a row to a value for each column, or `KEPT`; None if `Storage.write` has to do it."""
+        values = list[Any]()
         n_missing, detaches, casts = 0, self._detaches and convert is not None, self._casts
         for name, shape, dtype, is_end, unwritten, limits in plan:
             value: Any = given.get(name)
             kind = type(value)
-            if kind is ndarray and value.dtype is dtype and value.shape == shape and not is_end:  # as nearly always
+            if kind is ndarray and value.dtype is dtype and value.shape == shape:  # as nearly always
                 values.append(value)
                 continue
             if casts and kind is ndarray and value.dtype.kind in NUMBERS:
@@ -173,12 +157,10 @@ class StepWriter:
             elif value is None:
                 n_missing += 1
                 if name in live and is_end:
-                    return None, ended
+                    return None
                 values.append(KEPT if name in live else unwritten)
                 continue
             elif limits and (kind is not ndarray or value.dtype is not dtype) and is_number_of(dtype, value, limits):
-                if is_end and value:
-                    ended.append(value)
                 values.append(value)
                 continue
             # A pickled dtype is equal, but another object.
@@ -186,36 +168,34 @@ class StepWriter:
             if not is_array or (value.dtype is not dtype and value.dtype != dtype):
                 value = None if convert is None else self._convert(name, value, shape, convert)
                 if value is None:
-                    return None, ended
-            if is_end and has_mark(value):
-                ended.append(value)
+                    return None
             values.append(value)
         if n_missing and (not fills or n_missing == len(plan) or (self._linked and not self._has_linked(values))):
-            return None, ended
-        return values, ended
+            return None
+        return values
 
     def _has_linked(self, values: list[Any]) -> bool:
         return all(type(values[at]) is type(values[source]) is ndarray for _, at, source in self._linked)
 
     def _convert(self, name: str, value: Any, shape: tuple[int, ...], convert: Convert) -> Any:
-        """Converts a value of a column to this shape; None if impossible."""
+        """Converts a value of a column to this shape; None if impossible: `Storage.write` says what does not fit."""
         columns, spec = self._storage.columns, self._storage.columns.specs[name]
         is_row = len(shape) == len(spec.shape)
-        if is_row:
-            if spec.is_object:
+        with contextlib.suppress(SpecError):
+            if is_row and spec.is_object:
                 one = np.empty(1, object)
                 one[0] = value
                 value = one
-            else:
+            elif is_row:
                 value = (value if isinstance(value, (ndarray, Tensor)) else host_array(name, value))[None]
-        value = convert(name, value, spec)
-        if value is None:
-            return None
-        value = columns.fitted(name, value, (1,) if is_row else shape[:1], spec)
-        return value[0] if is_row else value
+            value = convert(name, value, spec)
+            if value is not None:
+                value = columns.fitted(name, value, (1,) if is_row else shape[:1], spec)
+                return value[0] if is_row else value
+        return None
 
-    def _write_block(self, places: list[ndarray], values: list[Any]) -> None:
-        """Writes to slots of `places`, which are those of all lanes.
+    def _write_block(self, places: list[ndarray], values: list[Any], copied: Copied | None) -> None:
+        """Writes values, or what torch copies, to slots of `places`, which are those of all lanes.
 
         All lanes are in step.
         """
@@ -224,27 +204,39 @@ class StepWriter:
         slot, following = head % self._capacity, head + 1
         self._reserved.fill(following)
         keep_order()
+        if copied is not None:
+            copied.write(slot)
         for rows, value in zip(places, values):  # noqa: B905 - linked columns, the last, have none
             if value is not KEPT:
                 rows[slot] = value
+        self._find_done(places, slot, places is self._flat)
         for name, at, source in self._linked:
             pair = values[at], values[source]
             if places is self._flat:  # one row without an axis for lanes
                 pair = np.asarray(pair[0])[None], np.asarray(pair[1])[None]
             self._storage.columns.write_step(name, *pair, head)
         if self._has_episodes:
-            open_pairs, ends = self._open_pairs, self._mark_ends(ALL)
-            self._pairs[slot] = open_pairs
-            add(open_pairs, self._one_step, open_pairs)
-            if ends is not None:
-                self._end(ends, head)
+            self._write_episodes(slot, head)
         keep_order()
         self._heads.fill(following)
         self._step.head = following
         if not self._storage.is_private:
             self._seen.fill(following)
 
-    def _write_rows(self, values: list[Any], lanes: Any, n_timesteps: int) -> None:
+    def _write_episodes(self, slot: int, head: int) -> None:
+        """Writes the place of each row of a slot in its episode, and ends those that are done."""
+        few = () if self.done is None else self.done.nonzero()[0].tolist()
+        open_pairs, ends = self._open_pairs, self._mark_ends(ALL) if len(few) > FEW else None
+        self._pairs[slot] = open_pairs
+        add(open_pairs, self._one_step, open_pairs)
+        if ends is not None:
+            self._end(ends, head)
+        for lane in few if ends is None else ():  # quicker for few than numpy
+            total = self._open_times.item(lane)
+            self._storage.episodes.set_length(lane, total, total, 0, head + 1)  # type: ignore[union-attr]
+            open_pairs[lane] = 0
+
+    def _write_rows(self, values: list[Any], lanes: Any, n_timesteps: int, is_row: bool) -> None:
         """Writes rows to some lanes, or several rows to the only lane.
 
         The lanes need not be in step.
@@ -264,6 +256,7 @@ class StepWriter:
                     flat[rows] = value
                 else:
                     items[rows] = given  # type: ignore[index]
+        self._find_done(self._flat, rows, is_row)
         if self._linked:
             links = {name: values[at] for name, at, _ in self._linked}
             links |= {columns.links[name].source: values[source] for name, _, source in self._linked}
@@ -284,6 +277,12 @@ class StepWriter:
         if episodes is not None and self.done is not None and not is_one:
             self._open_times[:] = episodes.open_lengths(ALL)
         self._step.advance(lanes, n_timesteps, is_block)
+
+    def _find_done(self, places: list[ndarray], rows: Any, is_row: bool) -> None:
+        """Finds which of the rows that have been written end an episode."""
+        marks = [places[at][rows] for at in self._ends]
+        ended = [mark for mark in marks if has_mark(mark)]
+        self.done = None if not ended else ONE if is_row else any_marks(ended)
 
     def _mark_ends(self, lanes: Any) -> Any:
         """Returns the lanes whose episodes end with the rows being written.
@@ -375,6 +374,8 @@ class StepWriter:
         self._flat = [columns.flat[name] for name in names]
         self._items = [columns.items_of(name) for name in names]
         self._rows = [columns.cells[name].swapaxes(0, 1) for name in names]
+        self._ends = [at for at, name in enumerate(names) if name in self._every_end]
+        self._copies = StepCopies([] if self._linked else self._make_plan(self._n_lanes), self._rows)
         self._has_episodes: bool = storage.episodes is not None
         if storage.episodes is not None:
             # Pairs of time and length, of int32 and as one int64 each.
@@ -387,7 +388,7 @@ class StepWriter:
             one[:, TIME] = 1
             self._one_step: ndarray = one.view(np.int64)[:, 0]
 
-    def _make_plan(self, n: int) -> list[_Column]:
+    def _make_plan(self, n: int) -> list[PlanColumn]:
         """Makes the plan for n rows: the columns."""
         columns, lead = self._storage.columns, () if n == ROW else (n,)
         plan = []
@@ -396,6 +397,6 @@ class StepWriter:
             dtype = BITS if spec.is_bfloat16 else NONE if spec.is_object else np.dtype(spec.dtype.str)
             limits = number_limits(spec, is_info(name)) if n == ROW and not spec.shape else {}
             unwritten, is_end = columns.value(name, spec.unwritten), name in self._every_end
-            plan.append(_Column(name, (*lead, *spec.shape), dtype, is_end, unwritten, limits))
+            plan.append(PlanColumn(name, (*lead, *spec.shape), dtype, is_end, unwritten, limits))
         self._plans[n] = plan
         return plan
