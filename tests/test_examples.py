@@ -83,6 +83,14 @@ RUNS = {
     "evolution.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
     "diayn.py": (TRAINING, rf"CartPole-v1 with 4 skills: score {SCORE}"),
     "jax_dqn.py": ([*TRAINING, "--n-before", "32", "--n-updates", "2"], rf"CartPole-v1: score {SCORE}"),
+    "waiting_envs.py": (
+        ["--n-envs", "3", "--n-timesteps", "8", "--n-steps", "64", "--n-eval", "2", "--mean", "0.001"],
+        r"Chase: score -?[\d.]+, \d+ steps, \d+ steps/s, \d+% by an earlier policy",
+    ),
+    "waiting_envs.py --threads 0": (
+        ["--threads", "0", "--n-envs", "2", "--n-timesteps", "8", "--n-steps", "64", "--n-eval", "2"],
+        r"Chase: score -?[\d.]+, 64 steps, \d+ steps/s, 0% by an earlier policy",
+    ),
     "warp_gather.py": (
         ["--n-envs", "2", "--n-repeats", "2"],
         r"largest difference (0\.0e\+00|\d\.\de-0[5-9]) of up to [\d.]+, "
