@@ -170,7 +170,10 @@ def tianshou(row: Row) -> Iterator[Run]:
 def torchrl(row: Row) -> Iterator[Run]:
     from torchrl.envs import AsyncEnvPool, GymWrapper
 
-    pool = AsyncEnvPool([lambda maker=maker: GymWrapper(maker()) for maker in row.makers], backend="threading")
+    pool = AsyncEnvPool(
+        [lambda maker=maker: GymWrapper(maker(), categorical_action_encoding=True) for maker in row.makers],
+        backend="threading",
+    )
     try:
         n_under_way = row.n_envs
         pool.async_step_and_maybe_reset_send(pool.rand_action(pool.reset()))

@@ -62,6 +62,9 @@ class Recorder(gymnasium.Env):
         return np.array([self.who, self.n, self.chain, self.episode], np.int64)
 
 
+gymnasium.register("Waits-v0", Recorder, kwargs={"folder": None, "mean": 0.05})
+
+
 class Teller(RL_Agent):
     """Acts at random; tells which update it had, and how often it has acted in each environment."""
 

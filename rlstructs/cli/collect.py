@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from rlstructs.batcher.batcher import RL_Batcher
 from rlstructs.cli.makers import NamedAgent
+from rlstructs.envs.gym_env import GymEnvInf
+from rlstructs.envs.gym_threads import GymEnvThreads
 from rlstructs.errors import OutOfMemoryError
 from rlstructs.rollout.makers import Makers
 from rlstructs.structures.dict_tensor import DictTensor
@@ -41,6 +43,7 @@ class Settings:
         n_nodes: as for `RayBatcher`.
         action_mask: `mask` of `RandomAgent`, for the agent `random` alone.
         trace: the file of a timeline; None for none.
+        threads: whether each environment is stepped in a thread of its own.
     """
 
     env_id: str
@@ -54,6 +57,7 @@ class Settings:
     n_nodes: int | None = None
     action_mask: str | None = None
     trace: Path | None = None
+    threads: bool = False
 
     @property
     def n_steps(self) -> int:
@@ -209,7 +213,8 @@ def _run(batcher: RL_Batcher, settings: Settings, collected: Collected, keep: bo
 def make_batcher(settings: Settings) -> RL_Batcher:
     """Makes the batcher that runs the rollouts."""
     agent = NamedAgent(settings.agent, settings.action_mask)
-    maker = Makers(partial(gymnasium.make, settings.env_id), agent, settings.n_envs)
+    kind = GymEnvThreads if settings.threads else GymEnvInf
+    maker = Makers(partial(gymnasium.make, settings.env_id), agent, settings.n_envs, kind=kind)
     arguments: dict[str, Any] = {
         "n_timesteps": settings.n_timesteps,
         "create_agent": maker.create_agent,

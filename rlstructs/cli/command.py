@@ -122,6 +122,7 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
         ("--seed", "SEED", 0, 0, "of environments and agents; default: %(default)s"),
     ):
         add(option, metavar=metavar, type=_int_from(least), default=default, help=text)
+    add("--threads", action="store_true", help="step each environment in a thread of its own: for those that wait")
     _add_agent(parser)
     add("--action-mask", metavar="KEY", help="of the observation: which actions the agent random may draw, by 0 and 1")
     add("--ray", metavar="ADDRESS", help="of a Ray cluster to run the workers on; auto for the one of this machine")
@@ -278,6 +279,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         n_nodes=options.nodes,
         action_mask=options.action_mask,
         trace=options.trace,
+        threads=options.threads,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from rlstructs.cli.command import main
-from rlstructs.cli.tune import BareLoop, Choice, choices, measure_speed, tune
+from rlstructs.cli.tune import BUSY_SHARE, BareLoop, Choice, choices, measure_speed, tune
 
 
 def tried(n_cores, speed):
@@ -37,6 +38,22 @@ def test_bare_loops_step_and_reset():
     loop = BareLoop(0, "CartPole-v1")
     assert loop.run(0.02) > 0
     loop.close()
+
+
+def test_environments_that_wait_are_told_from_those_that_compute():
+    for env_id, waits in (("CartPole-v1", False), ("waits:Waits-v0", True)):
+        loop = BareLoop(0, env_id)
+        assert (loop.busy_share(0.5) < BUSY_SHARE) == waits
+        loop.close()
+
+
+def test_environments_that_wait_are_tried_in_threads(capsys, monkeypatch):
+    assert all(choice.threads for choice in choices(2, {Choice(2, 16, 128, True): 1.0}, threads=True))
+    monkeypatch.setattr(f"{tune.__module__}.BUSY_SHARE", np.inf)  # short waits do, on a busy machine too
+    assert main(["tune", "CartPole-v1", "--seconds", "0.01"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"best: --workers \d+ --envs 16 --timesteps 128 --threads, .* of the limit", lines[3])
+    assert re.fullmatch(r"the environments wait .*: RL_Batcher.make\(threads=True\) has them wait together", lines[4])
 
 
 def test_one_trial_is_run_however_short_the_time():
