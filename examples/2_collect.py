@@ -33,6 +33,7 @@ class Args:
     n_rollouts: int = 5
     seed: int = 0
     track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
+    trace: str = ""
 
 
 class Policy(RL_Agent):
@@ -85,6 +86,7 @@ def main(args: Args) -> None:
             n_processes=args.n_processes,
             seeds=args.seed,
         ) as batcher,
+        batcher.trace(args.trace),
         open_log(args.track, vars(args)) as log,
     ):
         batcher.update(policy.network.state_dict())

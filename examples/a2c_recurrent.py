@@ -50,6 +50,7 @@ class Args:
     plot: str = ""
     track: str = ""
     checkpoint: str = ""
+    trace: str = ""
 
 
 class Network(nn.Module):
@@ -170,7 +171,7 @@ def main(args: Args) -> None:
         args.n_timesteps, Policy, {"network": network},
         create_env, {"task": args.task, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
         checkpoint = Checkpoint(args.checkpoint, batcher=batcher, model=network, optimizer=optimizer, extra=log.kept)

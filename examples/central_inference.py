@@ -46,6 +46,7 @@ class Args:
     device: str = "cpu"
     seed: int = 0
     track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
+    trace: str = ""
 
 
 class Policy(RL_Agent):
@@ -97,6 +98,7 @@ def main(args: Args) -> None:
             seeds=args.seed,
             device=args.device,
         ) as batcher,
+        batcher.trace(args.trace),
         open_log(args.track, vars(args)) as log,
     ):
         batcher.reset()

@@ -38,6 +38,7 @@ class Args:
     batch_size: int = 64
     sequence_length: int = 8
     seed: int = 0
+    trace: str = ""
 
 
 def create_env(env_id: str, n_envs: int, seed: int) -> GymEnvInf:
@@ -76,7 +77,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, create_agent, {"env_id": args.env_id},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         batcher.reset()
         for _ in range(args.n_rollouts):
             batcher.execute()

@@ -54,6 +54,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 def layers(n_inputs: int, n_outputs: int) -> nn.Sequential:
@@ -219,7 +220,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"networks": networks}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=info_of(args, args.n_skills, False),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         batcher.reset(agent_info=info_of(args, batcher.n_elems(), False))
         while log.n_steps < args.n_steps:

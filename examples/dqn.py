@@ -56,6 +56,7 @@ class Args:
     plot: str = ""
     track: str = ""
     checkpoint: str = ""
+    trace: str = ""
 
 
 class QNetwork(nn.Module):
@@ -204,7 +205,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"network": network}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"epsilon": torch.zeros(1)}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         n_all = batcher.n_elems()
         size = max(args.memory_size // n_all, args.n_timesteps)

@@ -47,6 +47,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 def shapes_of(sizes: list[int]) -> list[tuple[int, int]]:
@@ -188,7 +189,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policies, {"sizes": sizes}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"parameters": strategy.mean.detach()[None]}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         n_all = batcher.n_elems()
         while log.n_steps < args.n_steps:

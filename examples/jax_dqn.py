@@ -8,9 +8,7 @@ the end the mean return of `--n-eval` episodes in which no action is random, and
 
     CartPole-v1: score 500.0, 50048 steps, 1397 steps/s
 
-`--plot curve.png` draws the returns of the training, `--track tensorboard:runs/jax_dqn` keeps its metrics there;
-either needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to
-these services, whose package is needed.
+`--plot`, `--track` and `--trace` are as in `ppo.py`.
 """
 
 from __future__ import annotations
@@ -61,6 +59,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 def create_params(env_id: str, seed: int) -> Params:
@@ -223,7 +222,7 @@ def main(args: Args) -> None:
         args.n_timesteps, Policy, {"params": jax.device_get(learner.learnt.params)},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
         agent_info=DictTensor({"epsilon": torch.zeros(1)}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
         while log.n_steps < args.n_steps:

@@ -39,6 +39,7 @@ class Args:
     n_rollouts: int = 10
     gymnasium: bool = False
     seed: int = 0
+    trace: str = ""
 
 
 class HalfCheetahs:
@@ -124,7 +125,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, create_agent, {}, create_env, {"n_envs": args.n_envs, "by_gymnasium": args.gymnasium},
         args.n_processes, args.seed,
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         batcher.reset()
         n_steps, start = 0, time.perf_counter()
         for _ in range(args.n_rollouts):

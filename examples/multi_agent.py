@@ -61,6 +61,7 @@ class Args:
     n_eval: int = 90
     seed: int = 0
     track: str = ""
+    trace: str = ""
 
 
 def layers(n_inputs: int, n_outputs: int) -> nn.Sequential:
@@ -149,7 +150,7 @@ def main(args: Args) -> None:
         args.n_timesteps, Team, {"policies": policies},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         n_steps, start, bar = 0, time.perf_counter(), tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)  # a row for each agent of each environment
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))

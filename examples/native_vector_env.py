@@ -32,6 +32,7 @@ class Args:
     n_timesteps: int = 128
     n_rollouts: int = 5
     seed: int = 0
+    trace: str = ""
 
 
 class Reach:
@@ -110,7 +111,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, create_agent, {"env_id": args.env_id},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         batcher.reset()
         for number in range(1, args.n_rollouts + 1):
             batcher.execute()

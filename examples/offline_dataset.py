@@ -57,6 +57,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 class Controller(RL_Agent):
@@ -100,7 +101,7 @@ def create_batcher(args: Args, agent: type[RL_Agent], info: DictTensor | None = 
 
 def collect(args: Args) -> None:
     """Lets the controllers play, and writes what happened to a file."""
-    with create_batcher(args, Controller, DictTensor({"skill": torch.zeros(1)})) as batcher:
+    with create_batcher(args, Controller, DictTensor({"skill": torch.zeros(1)})) as batcher, batcher.trace(args.trace):
         n_all, rollouts = batcher.n_elems(), []
         batcher.reset(agent_info=DictTensor({"skill": torch.linspace(0.1, 0.8, n_all)}))
         for _ in range(args.n_rollouts):

@@ -39,6 +39,7 @@ class Args:
     gamma: float = 0.99
     seed: int = 0
     track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
+    trace: str = ""
 
 
 class Policy(RL_Agent):
@@ -86,7 +87,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"env_id": args.env_id}, create_env,
         {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed, run_ahead=args.run_ahead,
-    ) as batcher, open_log(args.track, vars(args)) as log:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace), open_log(args.track, vars(args)) as log:  # fmt: skip
         batcher.update(policy.network.state_dict())
         batcher.reset()
         started = time.perf_counter()

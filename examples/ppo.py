@@ -14,6 +14,7 @@ much of it the learner had nothing to learn from:
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
 `--track tensorboard:runs/ppo` keeps its metrics (either needs the extra `plot`), `--track wandb:PROJECT` likewise.
 `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which ends it; run again it goes on from there.
+`--trace run.json` writes a timeline of trainer and workers, which `rlstructs trace run.json` explains.
 `--ray auto` has the workers run on a Ray cluster, `--ray local` on one of this machine (the extra `ray`). HalfCheetah
 needs `gymnasium[mujoco]`. Where an observation has two entries, of which KEY says by 0 and 1 which actions are allowed,
 `--action-mask KEY` forbids the others.
@@ -62,6 +63,7 @@ class Args:
     plot: str = ""
     track: str = ""
     checkpoint: str = ""
+    trace: str = ""
 
 
 def layers(n_inputs: int, n_outputs: int, scale: float) -> nn.Sequential:
@@ -214,7 +216,7 @@ def main(args: Args) -> None:
         args.n_timesteps, Policy, {"network": network},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead, **where,
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log, waited = Log(args), 0.0
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
         checkpoint = Checkpoint(args.checkpoint, batcher=batcher, model=network, optimizer=optimizer, extra=log.kept)

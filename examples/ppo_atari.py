@@ -7,9 +7,8 @@ Hyperparameters and preparation of frames are those of CleanRL's `ppo_atari.py`:
 action for four frames of the game, 84x84 grey, stacks of four, the sign of rewards, and a learning rate that falls to
 0 in `--n-annealing` steps, of which these are the first tenth. So are the games; those of gymnasium repeat actions now
 and then (`--repeat-action-probability 0.25`). An episode is a whole game, whatever lives there are. With `--native`
-the games of a worker are one `AtariVectorEnv` of ale-py, which does all this in C++. `--plot` and `--track` do what
-they do in `ppo.py`. It prints at the end the mean return of `--n-eval` games, in which actions are drawn as in the
-training, and its speed:
+the games of a worker are one `AtariVectorEnv` of ale-py, which does all this in C++. `--plot` and `--track` are as in
+`ppo.py`. It prints the mean return of `--n-eval` games, in which actions are drawn as in the training, and its speed:
 
     ALE/Pong-v5: score -8.9, 999424 steps, 230 steps/s
 """
@@ -56,6 +55,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 class FireReset(gymnasium.Wrapper):
@@ -226,7 +226,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"network": network}, create_env,
         {"n_envs": args.n_envs, "native": args.native, **game}, args.n_processes, args.seed, run_ahead=args.run_ahead,
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         batcher.reset()
         while log.n_steps < args.n_steps:

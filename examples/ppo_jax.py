@@ -62,6 +62,7 @@ class Args:
     entropy_weight: float = 0.0
     n_eval: int = 100
     seed: int = 0
+    trace: str = ""
 
 
 def layers(x: Any, network: list, module: Any) -> Any:
@@ -212,7 +213,7 @@ def main(args: Args) -> None:
             args.n_timesteps, Policy, {"params": params}, create_env,
             {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
             agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
-        ) as batcher:  # fmt: skip
+        ) as batcher, batcher.trace(args.trace):  # fmt: skip
             compiled.result()
             begin, waited, n_steps, returns = time.perf_counter(), 0.0, 0, []
             batcher.reset(agent_info=DictTensor({"greedy": ~greedy}))

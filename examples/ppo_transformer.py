@@ -1,7 +1,6 @@
 r"""Proximal policy optimisation with a causal transformer, over packed episodes without padding.
 
-    python examples/ppo_transformer.py --seed 1
-    python examples/ppo_transformer.py --task t-maze --seed 1
+    python examples/ppo_transformer.py [--task t-maze] --seed 1
 
 Workers act from a window of the latest observations, the agent's state. The learner packs the steps of each episode
 behind the window that was recorded before them, so that the transformer sees what it saw when it acted. It prints the
@@ -59,6 +58,7 @@ class Args:
     device: str = "cpu"
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 def attention(ids: torch.Tensor, window: int) -> Callable[..., torch.Tensor]:
@@ -226,7 +226,7 @@ def main(args: Args) -> None:
         args.n_timesteps, Policy, {"network": network},
         create_env, {"task": args.task, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
         agent_info=DictTensor({"greedy": torch.tensor([False])}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         network.to(args.device)
         log, greedy = Log(args), torch.zeros(batcher.n_elems(), dtype=torch.bool)
         batcher.reset(agent_info=DictTensor({"greedy": greedy}))

@@ -53,6 +53,7 @@ class Args:
     seed: int = 0
     plot: str = ""
     track: str = ""
+    trace: str = ""
 
 
 class Policy(RL_Agent):
@@ -164,7 +165,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"network": network}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
         greedy = torch.zeros(batcher.n_elems(), dtype=torch.bool)
         while log.n_steps < args.n_steps:

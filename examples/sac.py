@@ -55,6 +55,7 @@ class Args:  # what the command line sets
     plot: str = ""
     track: str = ""
     checkpoint: str = ""
+    trace: str = ""
 
 
 def layers(n_inputs: int, n_hidden: int, n_outputs: int) -> nn.Sequential:
@@ -216,7 +217,7 @@ def main(args: Args) -> None:
     with RL_Batcher(
         args.n_timesteps, Policy, {"actor": learner.actor}, create_env, {"env_id": args.env_id, "n_envs": args.n_envs},
         args.n_processes, args.seed, agent_info=DictTensor({"greedy": torch.tensor([False])}),
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log, n_all, greedy = Log(args), batcher.n_elems(), torch.zeros(batcher.n_elems(), dtype=torch.bool)
         n_updates = max(round(args.updates_per_step * n_all * args.n_timesteps), 1)
         rows = max(min(args.memory_size, args.n_steps) // n_all, args.n_timesteps)

@@ -50,6 +50,7 @@ class Args:
     n_repeats: int = 200
     device: str = "cpu"
     seed: int = 0
+    trace: str = ""
 
 
 @wp.kernel(enable_backward=False)
@@ -82,7 +83,7 @@ def collect(args: Args) -> Trajectories:
     with RL_Batcher(
         args.n_timesteps, create_agent, {"env_id": args.env_id},
         create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
-    ) as batcher:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace):  # fmt: skip
         batcher.reset()
         batcher.execute()
         return batcher.get()[0]

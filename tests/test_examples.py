@@ -20,6 +20,7 @@ from processes import LIMIT
 
 from rlstructs import DictTensor, RL_Batcher
 from rlstructs.testing import check_env
+from rlstructs.trace.timeline import read_events
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -110,7 +111,11 @@ def run(arguments, **options):
 def test_an_example_runs(name, subprocess_env, tmp_path):
     arguments, words = RUNS[name]
     file = ROOT / "examples" / name.split()[0]
+    if is_traced := "RL_Batcher" in file.read_text():
+        arguments = [*arguments, "--trace", "run.json"]
     assert re.fullmatch(words, run([str(file), *arguments], env=subprocess_env, cwd=tmp_path).splitlines()[-1])
+    if is_traced:
+        assert "rollout" in {event.get("name") for event in read_events(tmp_path / "run.json")}
 
 
 def test_every_example_is_run():

@@ -48,7 +48,6 @@ from rlstructs.batcher.lease import Lease
 from rlstructs.batcher.lifecycle import Lifecycle, Phase
 from rlstructs.batcher.start import start_engine
 from rlstructs.batcher.state import plan_load, take_state
-from rlstructs.batcher.tracing import record
 from rlstructs.checks import check_count, other_words, warn_caller
 from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
@@ -60,7 +59,7 @@ from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.trace.lane import EVALUATE, LEASE, ORDER, READ, RESET, SAVE, UPDATE, Lane, during
-from rlstructs.trace.timeline import Timeline
+from rlstructs.trace.timeline import Timeline, record
 from rlstructs.trace.verdict import explain
 from rlstructs.workers.interrupts import defer_first_interrupt
 from rlstructs.workers.public_names import set_module
@@ -624,22 +623,22 @@ class RL_Batcher:
         self._life.check_open("metrics")
         return self._engine.metrics()
 
-    def trace(self, path: str | Path) -> contextlib.AbstractContextManager[Timeline]:
+    def trace(self, path: str | Path | None) -> contextlib.AbstractContextManager[Timeline | None]:
         """Writes a timeline of a `with` block: what the trainer and each worker do at each moment.
 
         The file opens in Perfetto (https://ui.perfetto.dev) and in `chrome://tracing`; `rlstructs trace FILE` says what
         follows from it. Each worker has a lane: agent, environment, reset, write, update, wait for an order, start; the
         trainer has wait, read, lease, order, update, evaluate, draw, save, restart, and learn, which is what lies
-        between calls. Arrows lead from an order to its rollout and to its delivery. It is appended to as the program
-        runs, some megabytes a second where steps are quick; one that is killed leaves a file that opens. With a
-        `RayBatcher` it has the trainer's lane alone.
+        between calls; with a `RayBatcher` each node has one too. Arrows lead from an order to its rollout and to its
+        delivery. The file is appended to as the program runs, some megabytes a second where steps are quick; a program
+        that is killed leaves a file that opens.
 
         Args:
-            path: the file, which is replaced; usually `.json`.
+            path: the file, which is replaced; usually `.json`. Without one (None or "") nothing is recorded.
 
         Returns:
-            A context manager; its `n_lost` counts events that did not fit into memory, which the file shows as "not
-            recorded".
+            A context manager for a `Timeline`, whose `n_lost` counts events that did not fit into memory, which the
+            file shows as "not recorded"; for None without a file.
 
         Raises:
             StateError: a timeline is being written already.

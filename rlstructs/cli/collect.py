@@ -153,7 +153,7 @@ def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -
         with make_batcher(settings) as batcher:
             if keep:
                 _check_memory(settings, batcher)
-            with contextlib.nullcontext() if settings.trace is None else batcher.trace(settings.trace):
+            with batcher.trace(settings.trace):
                 yield from _run(batcher, settings, collected, keep)
     except (KeyboardInterrupt, Exception) as error:
         collected.stopped_by = error

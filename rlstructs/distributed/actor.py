@@ -111,13 +111,9 @@ class NodeActor:
             reply = self._make_failure(error)
         return pickling.dumps(reply), columns
 
-    def cut(self, number: int) -> None:
-        """Makes the job end its rollouts below this number.
-
-        Runs in another thread than `call`.
-        """
-        if self._job is not None:
-            self._job.cut(number)
+    def call_aside(self, method: str, *args: Any) -> Any:
+        """Calls a method of the job in another thread than `call`; returns None while there is no job."""
+        return None if self._job is None else getattr(self._job, method)(*args)
 
     def _build(self, settings: bytes, path: list[str], *args: Any) -> Place:
         """Builds the job; returns where that is."""

@@ -26,6 +26,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -48,7 +49,7 @@ from rlstructs.errors import SpecError
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
-from rlstructs.trace.board import Board
+from rlstructs.trace.board import Board, Excerpt
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.setup import read_libraries
 from rlstructs.workers import pickling
@@ -287,6 +288,7 @@ def start_ray_engine(
         cores = {node.node_id: n_cores for node, n_cores in zip(pool.nodes, pool.call("count_cores"), strict=True)}
         board.write_facts(n_workers=sum(sizes), n_envs=contents.n_envs, n_cores=sum(cores.values()))
         board.read_others = lambda: [node.report["cells"] for node in pool.nodes]
+        board.nodes = [NodeRecording(pool, index) for index in range(len(sizes))]
         board.begin_account()
 
         def send_infos(infos: Mapping[str, DictTensor]) -> None:
@@ -304,6 +306,51 @@ def start_ray_engine(
         with contextlib.suppress(Exception):
             pool.close()
         raise
+
+
+# Calls that tell the clock of a node as a recording begins, and the seconds that one call may take.
+N_CLOCK_CALLS, PATIENCE = 8, 1.0
+
+
+class NodeRecording:
+    """Records the lanes of a node and its workers; see `Recording`.
+
+    The node reads its clock during a call, which tells by how much it is ahead to within the time that the call takes.
+    Each call does, so that clocks which drift apart are followed.
+
+    Args:
+        pool: the nodes.
+        index: of the node.
+
+    Attributes:
+        workers: see `Recording`.
+    """
+
+    def __init__(self, pool: NodePool, index: int) -> None:
+        self.workers = pool.nodes[index].workers
+        self._pool, self._index = pool, index
+        self._actor: Any = None
+        self._ahead: int | None = None
+
+    def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
+        if self._actor is not self._pool.nodes[self._index].actor:  # at first, and when the node was replaced
+            self._actor, self._ahead = self._pool.nodes[self._index].actor, None
+            for _ in range(N_CLOCK_CALLS):
+                self._call("read_clock")
+        excerpts = self._call("record", goes_on)
+        return self._ahead or 0, excerpts or []
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Calls a method that returns the node's clock and a value; returns the value, or None if none comes."""
+        sent = perf_counter_ns()
+        reference = self._pool.ask_aside(self._index, method, *args)
+        try:
+            clock, value = reference.future().result(PATIENCE)
+        except Exception:  # the node is gone, or busy: what a reply holds that comes later counts as lost
+            return None
+        least, most = clock - perf_counter_ns(), clock - sent
+        self._ahead = (least + most) // 2 if self._ahead is None else min(max(self._ahead, least), most)
+        return value
 
 
 def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> bytes:

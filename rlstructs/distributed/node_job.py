@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter_ns
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ from rlstructs.shared.slot_columns import columns_of
 from rlstructs.shared.slots import STATE
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
+from rlstructs.trace.board import BoardRecording, Excerpt
+from rlstructs.trace.lane import EVALUATE, ORDERLESS, READ, RESET, UPDATE, during
 from rlstructs.worker_setup import registry
 from rlstructs.worker_setup.registry import Registered
 from rlstructs.worker_setup.setup import write_libraries
@@ -217,6 +220,9 @@ class NodeJob:
         self._engine = start_engine(settings.job, settings.run, settings.debug, NodeEngine)
         if states is not None:
             self._engine.renew(states)
+        self._lane = self._engine.board.lane
+        self._lane.enter(ORDERLESS)
+        self._recording: BoardRecording | None = None
         self.error: BaseException | None = None
         self._infos: dict[str, DictTensor] = {"agent_info": NO_INFO, "env_info": NO_INFO}
         self._agent_info: DictTensor | None = None  # for the next rollout
@@ -241,6 +247,21 @@ class NodeJob:
         states, self._states = self._states or self._engine.get_states(), None
         return {"pids": self._engine.pool.pids, "states": states, "cells": self._engine.board.read()[1:]}
 
+    def read_clock(self) -> tuple[int, None]:
+        """Returns the clock of lanes, as `record` does."""
+        return perf_counter_ns(), None
+
+    def record(self, goes_on: bool) -> tuple[int, list[Excerpt]]:
+        """Records lanes, its own and those of its workers, until a call in which that does not go on.
+
+        Returns the clock of lanes, and what they have recorded since the last call. Runs in another thread.
+        """
+        self._recording = recording = self._recording or BoardRecording(self._engine.board)
+        _, excerpts = recording.take(goes_on)
+        if not goes_on:
+            self._recording = None
+        return perf_counter_ns(), excerpts
+
     def set_infos(self, data: bytes) -> None:
         """Sets `agent_info` and `env_info` for later requests.
 
@@ -251,6 +272,7 @@ class NodeJob:
             self._infos = {name: _take_rows(info, rows) for name, info in pickling.loads(data).items()}
             self._agent_info = self._infos["agent_info"]
 
+    @during(RESET)
     def reset(self, statistics: dict[str, Moments]) -> None:
         """Starts an episode in every environment; `statistics` are those that environments normalise with."""
         with FailureGuard(self):
@@ -259,6 +281,7 @@ class NodeJob:
             self._engine.reset(self._infos)
             self._agent_info, self._engine.all_ended = None, False
 
+    @during(READ)
     def rollout(self, number: int, statistics: dict[str, Moments]) -> NodeReply:
         """Runs one rollout.
 
@@ -279,6 +302,7 @@ class NodeJob:
         """Ends rollouts below this number after their current step, from another thread."""
         self._engine.cut(number)
 
+    @during(UPDATE)
     def update(self, packed: tuple[int, Parcel]) -> None:
         """Updates every agent.
 
@@ -334,6 +358,7 @@ class NodeJob:
         self._engine.set_statistics(statistics)
         self._evaluation = self._engine.begin_rounds(list(seeds)[self._workers], max_steps, own)
 
+    @during(EVALUATE)
     def evaluate(self, wanted: np.ndarray) -> Standing:
         assert self._evaluation is not None
         _raise(self._evaluation.play(wanted[self._rows()]))

@@ -163,9 +163,17 @@ class NodePool:
 
         They end after the current step.
         """
+        self.ask_aside(index, "cut", number)
+
+    def ask_aside(self, index: int, method: str, *args: Any) -> Any:
+        """Asks a node to call a method of its job in another thread, and returns at once.
+
+        Returns Ray's reference to the value; None if the node is gone.
+        """
         node = self.nodes[index]
-        if node.error is None and self._is_connected():
-            node.actor.cut.options(concurrency_group=ASIDE).remote(number)
+        if node.error is not None or not self._is_connected():
+            return None
+        return node.actor.call_aside.options(concurrency_group=ASIDE).remote(method, *args)
 
     def check(self) -> dict[int, BaseException]:
         """The errors of nodes that are known to be gone, by index."""

@@ -6,19 +6,57 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rlstructs.trace.lane import IS_TRACED, LEARN, N_CELLS, N_EVENTS, START, Lane
+from rlstructs.trace.lane import HEAD, IS_TRACED, LEARN, N_CELLS, N_WORDS, START, TIMED, Lane
 from rlstructs.trace.verdict import Account
 from rlstructs.workers.arena import SharedArena
 from rlstructs.workers.limits import n_cores
 
 # The facts, then for each lane its cells and its ring, all in pages of their own: a page takes memory when it is used.
 PAGE = 4096
-BLOCK = PAGE + 16 * N_EVENTS
+BLOCK = PAGE + 8 * N_WORDS
 NAME = "rlstructs-board"
+
+
+class Excerpt(NamedTuple):
+    """What a lane has recorded since the last look at it.
+
+    Attributes:
+        words: int64 (n,), as they stand in the ring.
+        began: when the recording began, in nanoseconds of the lane's clock.
+        first: how many words the lane had recorded before these.
+        timed: the cells `TIMED` of the lane.
+    """
+
+    words: np.ndarray
+    began: int
+    first: int
+    timed: tuple[int, ...]
+
+
+class Recording(Protocol):
+    """Lanes whose events are recorded: of a trainer or a node, and then of its workers.
+
+    Attributes:
+        workers: the indexes of these workers.
+    """
+
+    workers: range
+
+    def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
+        """Returns what the lanes have recorded since the last call.
+
+        Args:
+            goes_on: whether the recording does.
+
+        Returns:
+            By how many nanoseconds their clock is ahead of this process's; and for each lane its excerpt, or an empty
+            list if none can be reached.
+        """
 
 
 class Board:
@@ -30,9 +68,11 @@ class Board:
     Attributes:
         lane: of the trainer, in its own process.
         read_others: returns the cells of workers that have their lanes elsewhere, int64 (n, N_CELLS) each.
+        nodes: record those lanes.
     """
 
     lane: Lane
+    nodes: Sequence[Recording] = ()
     read_others: Callable[[], Sequence[np.ndarray]] = staticmethod(lambda: ())
 
     def __init__(self, arena: SharedArena) -> None:
@@ -85,13 +125,13 @@ class Board:
         return self._bytes[at : at + 8 * N_CELLS].cast("q")
 
     def ring(self, row: int) -> memoryview:
-        """The events of a lane, int64 (2 * N_EVENTS,)."""
+        """The ring of a lane, int64 (N_WORDS,)."""
         at = PAGE + row * BLOCK + PAGE
-        return self._bytes[at : at + 16 * N_EVENTS].cast("q")
+        return self._bytes[at : at + 8 * N_WORDS].cast("q")
 
     @property
     def is_traced(self) -> memoryview:
-        """Whether events are recorded, int64 (1,): the number of the recording; 0 for none."""
+        """When the recording of events began, by `perf_counter_ns`, int64 (1,); 0 without one."""
         return self.cells(0)[IS_TRACED : IS_TRACED + 1]
 
     def make_lane(self, row: int) -> Lane:
@@ -117,6 +157,46 @@ class Board:
     def _read_now(self) -> np.ndarray:
         self.lane.enter(self.lane.enter(LEARN))  # adds what the trainer has spent in its present phase
         return self.read()
+
+
+class BoardRecording:
+    """Has the lanes of a board record events, from now on; see `Recording`.
+
+    Args:
+        board: of this process.
+
+    Attributes:
+        workers: see `Recording`.
+        began: when, by `perf_counter_ns`.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.workers = range(board.facts["n_lanes"])
+        rows = range(len(self.workers) + 1)
+        self._lanes = [(board.cells(row), np.frombuffer(board.ring(row), np.int64)) for row in rows]
+        self._firsts = [cells[HEAD] for cells, _ in self._lanes]
+        self._heads = list(self._firsts)
+        self._is_traced, self.began = board.is_traced, perf_counter_ns()
+        self._is_traced[0] = self.began  # unlike any earlier one: lanes notice that it began anew
+
+    def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
+        if not goes_on:
+            self._is_traced[0] = 0
+        # The trainer's events up to a later moment than the workers': they say which workers were replaced.
+        heads = [cells[HEAD] for cells, _ in reversed(self._lanes)][::-1]
+        found = [self._take_lane(row, head) for row, head in enumerate(heads)]
+        if not goes_on:
+            self._lanes, self._is_traced = [], memoryview(b"")  # nothing holds the shared memory
+        return 0, found
+
+    def _take_lane(self, row: int, head: int) -> Excerpt:
+        cells, ring = self._lanes[row]
+        first = max(self._heads[row], head - N_WORDS)
+        words = ring[np.arange(first, head) % N_WORDS]
+        # Those that were overwritten while they were copied are lost too.
+        n_bad = min(max(0, cells[HEAD] - N_WORDS - first), len(words))
+        self._heads[row] = head
+        return Excerpt(words[n_bad:], self.began, first + n_bad - self._firsts[row], tuple(cells[k] for k in TIMED))
 
 
 def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:

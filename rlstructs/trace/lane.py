@@ -1,7 +1,7 @@
 """A lane: how long one process spends in each phase, in memory that it shares.
 
 A process is in one phase at a time, so that the seconds of a lane add up. Each change of phase adds to a sum; while
-a timeline is recorded it also appends an event of 16 bytes to a ring. Nobody waits for anybody: what a reader does not
+a timeline is recorded it also appends a word of 8 bytes to a ring. Nobody waits for anybody: what a reader does not
 take in time is overwritten.
 """
 
@@ -32,16 +32,16 @@ NAMES = (
 (STEPS, ROLLOUTS, VERSION, CPU, DELAY, SLOWEST, SLOWEST_NS, TIMED_NS, N_TIMED, PID, RESTARTS, EPISODES, HEAD,
  IS_TRACED) = range(len(NAMES), len(NAMES) + 14)  # fmt: skip
 N_CELLS = len(NAMES) + 14
-# The events of a ring: changes of phase, and the following notes, whose values stand above the lowest byte.
-BEGIN, END, NOTE_VERSION, NOTE_STEPS, NOTE_CPU, NOTE_DELAY, ORDERED, DELIVERED, REPLACED = range(32, 41)
-N_EVENTS = 30 * 2**10  # a quarter of a second at 120,000 a second; with one worker less than a megabyte in all
+TIMED = (SLOWEST, SLOWEST_NS, TIMED_NS, N_TIMED)
+# The words of a ring, int64. The lowest byte says which phase begins, or which of these notes is made; above it stand
+# the nanoseconds since the recording began. The value of a note stands in the next word, above the byte VALUE.
+BEGIN, END, NOTE_VERSION, NOTE_STEPS, NOTE_CPU, NOTE_DELAY, ORDERED, DELIVERED, REPLACED, VALUE = range(32, 42)
+N_WORDS = 60 * 2**10  # a quarter of a second at 240,000 a second; with one worker less than a megabyte in all
 # Environments are timed one by one in these first steps, and then in every so many: a prime, as episodes often have
 # round lengths.
 FIRST_STEPS, TIMED_STEPS = range(2, 8), 61
 # Nanoseconds between two looks at the processor's time, which cost as much as a short rollout's step.
 LOOK_NS = 20_000_000
-
-NO_CONTEXT = contextlib.nullcontext()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,8 +59,8 @@ class Lane:
 
     Args:
         cells: int64 (N_CELLS,), the sums; in memory that others read.
-        ring: int64 (2 * N_EVENTS,), a time and a kind for each event; None without a ring.
-        is_traced: int64 (1,), whether events are wanted.
+        ring: int64 (N_WORDS,); None without a ring.
+        is_traced: int64 (1,), when the recording of events began, by `perf_counter_ns`; 0 without one.
         phase: the phase to begin with.
 
     Attributes:
@@ -77,26 +77,34 @@ class Lane:
     ) -> None:
         self.cells: Any = [0] * N_CELLS if cells is None else cells
         self._ring: memoryview | None = ring
-        self._wanted, self._traces = is_traced, 0
+        self._wanted, self._marked = is_traced, (0, False)
         self.cells[PID] = os.getpid()
         self.thread = threading.get_ident()
-        self.enter, self.note, self._position = _make_marks(self.cells, None, phase, perf_counter_ns())
+        self._mark(phase, perf_counter_ns())
         self._step_ns: dict[int, deque[int]] = {}
         self._schedule: Descriptor | None = None
         self._looked, self._cpu, self._delay = 0, 0, 0
         self.look()
 
+    def _mark(self, phase: int, since: int) -> None:
+        """Makes `enter` and `note`, given the present phase and when it began."""
+        began, is_profiled = self._marked
+        marks = _make_marks(self.cells, self._ring if began else None, began, phase, since)
+        self.enter, self.note, self._position = marks
+        if is_profiled:
+            self.enter = _name_phases(self.enter)
+
     def detach(self) -> None:
         """Goes on in memory of its own, so that nothing holds the shared memory."""
-        self.cells, self._ring, self._wanted, self._traces = list(self.cells), None, (0,), 0
-        self.enter, self.note, self._position = _make_marks(self.cells, None, *self._position())
+        self.cells, self._ring, self._wanted, self._marked = list(self.cells), None, (0,), (0, False)
+        self._mark(*self._position())
 
     def look(self) -> None:
-        """Begins or ends the recording of events, as the trainer wants it."""
-        if self._wanted[0] != self._traces:
-            self._traces = self._wanted[0]
-            ring = self._ring if self._traces else None
-            self.enter, self.note, self._position = _make_marks(self.cells, ring, *self._position())
+        """Begins or ends the recording of events, as the trainer wants it, and names for a profiler of torch."""
+        wanted = self._wanted[0], _is_profiled()
+        if wanted != self._marked:
+            self._marked = wanted
+            self._mark(*self._position())
 
     @contextlib.contextmanager
     def count_rollout(self, number: int, version: int, clock: SupportsTimes) -> Iterator[None]:
@@ -187,7 +195,7 @@ class TimedEnv:
 
 
 def _make_marks(
-    cells: Any, ring: memoryview | None, phase: int, since: int
+    cells: Any, ring: memoryview | None, began: int, phase: int, since: int
 ) -> tuple[Callable[[int], int], Callable[[int, int], None], Callable[[], tuple[int, int]]]:
     """Makes `enter` and `note` of a lane, and a function that returns the present phase and its begin.
 
@@ -209,45 +217,63 @@ def _make_marks(
 
     if ring is None:
         return enter, ignore, position
-    events, n = ring, cells[HEAD]
-
-    def append(now: int, kind: int) -> None:
-        nonlocal n
-        at = 2 * (n % N_EVENTS)
-        events[at], events[at + 1] = now, kind
-        n += 1
-        cells[HEAD] = n  # last: a reader takes what is below it
+    words, n = ring, cells[HEAD]
 
     def enter_and_record(following: int) -> int:
         nonlocal phase, since, n
         now = perf_counter_ns()
         cells[phase] += now - since
         before, phase, since = phase, following, now
-        at = 2 * (n % N_EVENTS)
-        events[at], events[at + 1] = now, following
+        words[n % N_WORDS] = now - began << 8 | following
         n += 1
-        cells[HEAD] = n
+        cells[HEAD] = n  # last: a reader takes what is below it
         return before
 
     def note(kind: int, value: int) -> None:
-        append(perf_counter_ns(), kind | value << 8)
+        nonlocal n
+        words[n % N_WORDS] = perf_counter_ns() - began << 8 | kind
+        words[(n + 1) % N_WORDS] = value << 8 | VALUE
+        n += 2
+        cells[HEAD] = n
 
-    append(since, phase)
+    words[n % N_WORDS] = since - began << 8 | phase
+    n += 1
+    cells[HEAD] = n
     return enter_and_record, note, position
 
 
-def _name_for_profiler(phase: int) -> contextlib.AbstractContextManager[Any]:
-    """A context that a profiler of torch shows by the phase's name, if one is active in this process."""
+def _is_profiled() -> bool:
+    """Whether a profiler of torch is active in this process."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.autograd._profiler_enabled():
-        return NO_CONTEXT
-    named: contextlib.AbstractContextManager[Any] = torch.profiler.record_function(f"rlstructs: {NAMES[phase]}")
-    return named
+    return torch is not None and torch.autograd._profiler_enabled()
 
 
-def pack_place(worker: int, number: int) -> int:
-    """Returns the value of a note for one worker's rollout."""
-    return worker | number << 16
+def _name_phases(enter: Callable[[int], int]) -> Callable[[int], int]:
+    """Has a profiler of torch show the phases of an `enter`, but for those between calls."""
+    torch = sys.modules["torch"]
+    shown: contextlib.AbstractContextManager[Any] | None = None
+
+    def enter_and_name(following: int) -> int:
+        nonlocal shown
+        if shown is not None:
+            shown.__exit__(None, None, None)
+        shown = None
+        if following not in (LEARN, ORDERLESS):
+            shown = torch.profiler.record_function(f"rlstructs: {NAMES[following]}")
+            shown.__enter__()
+        return enter(following)
+
+    return enter_and_name
+
+
+def pack_place(index: int, number: int) -> int:
+    """Returns the value of a note for the rollout of a record."""
+    return index | number << 16
+
+
+def unpack_place(value: int) -> tuple[int, int]:
+    """Returns the index of the record, and the number of the rollout."""
+    return value & 0xFFFF, value >> 16
 
 
 #: The lane of what runs at present; None where nothing is measured.
@@ -266,8 +292,7 @@ def during(phase: int) -> Callable[[F], F]:
             before, current = current, None if phase == EVALUATE else lane
             phase_before = lane.enter(phase)
             try:
-                with _name_for_profiler(phase):
-                    return method(self, *args, **kwargs)
+                return method(self, *args, **kwargs)
             finally:
                 lane.enter(phase_before)
                 current = before
@@ -288,8 +313,7 @@ def within(phase: int) -> Callable[[F], F]:
                 return function(*args, **kwargs)
             before = lane.enter(phase)
             try:
-                with _name_for_profiler(phase):
-                    return function(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 lane.enter(before)
 

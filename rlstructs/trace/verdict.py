@@ -51,14 +51,13 @@ class Account(NamedTuple):
         seconds = {name: spent[:, phase] / 1e9 for phase, name in enumerate(NAMES)}
         seconds |= {"cpu": spent[:, lanes.CPU] / 1e9, "delay": spent[:, lanes.DELAY] / 1e9}
         steps, rollouts = (int(spent[1:, cell].sum()) for cell in (lanes.STEPS, lanes.ROLLOUTS))
-        timed = (lanes.SLOWEST, lanes.SLOWEST_NS, lanes.TIMED_NS, lanes.N_TIMED)
         return cls(
             {name: float(each[0]) for name, each in seconds.items()},
             {name: float(each[1:].sum()) for name, each in seconds.items()},
             steps,
             rollouts,
             int(spent[0, lanes.RESTARTS]),
-            find_slowest(cells[1:, timed].tolist(), facts["n_envs"]),
+            find_slowest(cells[1:, lanes.TIMED].tolist(), facts["n_envs"]),
             facts,
         )
 
@@ -72,7 +71,7 @@ class Account(NamedTuple):
         n_restarts = 0
         for event in events:
             name, lane = event.get("name"), event.get("tid")
-            if event["ph"] == "X":
+            if event["ph"] == "X" and lane <= facts["n_workers"]:  # the lanes of nodes are behind those of workers
                 (workers if lane else trainer)[event["name"]] += event["dur"] / 1e6
                 n_restarts += bool(lane) and name == "restart"
             elif event["ph"] == "E":

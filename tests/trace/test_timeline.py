@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,10 +19,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from clusters import ray_cluster
 from gymnasium import spaces
 from helpers import count_batcher, rollout
 
-from rlstructs import GymEnvInf, GymVectorEnv, RandomAgent, RL_Batcher, SharedVectorEnv
+from rlstructs import GymEnvInf, GymVectorEnv, RandomAgent, RayBatcher, RL_Batcher, SharedVectorEnv
+from rlstructs.distributed.batcher import NodeRecording
 from rlstructs.errors import StateError
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.trace import lane as lanes
@@ -29,6 +33,7 @@ from rlstructs.trace.timeline import read_events
 START_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow), "fork"]
 WORKER_PHASES = {"wait for an order", "agent", "environment", "reset", "write", "update", "evaluate", "start"}
 TRAINER_PHASES = {"learn", "wait", "read", "lease", "order", "draw", "save", "restart", "update", "evaluate", "reset"}
+NODE_PHASES = {"wait for an order", "wait", "read", "reset", "update", "evaluate", "restart"}
 
 
 class Waiting(gymnasium.Env):
@@ -58,8 +63,8 @@ def waiting(n_envs, seconds, length=5):
     return lambda seed: GymEnvInf([Waiting(seconds, length) for _ in range(n_envs)], seed)
 
 
-def batcher_of(create_env, n_workers=2, **arguments):
-    return RL_Batcher(
+def batcher_of(create_env, n_workers=2, make=RL_Batcher, **arguments):
+    return make(
         n_timesteps=5, create_agent=lambda: RandomAgent(spaces.Discrete(2)), agent_args={}, create_env=create_env,
         env_args={}, n_processes=n_workers, seeds=0, **arguments,
     )  # fmt: skip
@@ -74,20 +79,22 @@ def sums(events):
     return found
 
 
-def check(events, n_workers):
-    """Checks what the format asks for, and that lanes have no holes and no overlaps."""
+def check(events, n_workers, n_nodes=0):
+    """Checks that lanes have no holes and no overlaps; returns the parts of each arrow."""
     spans, depth, arrows = defaultdict(list), defaultdict(int), defaultdict(list)
     for event in events:
         assert event["ph"] in "XBEMstf", event
         if event["ph"] == "X":
             spans[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-            assert event["name"] in (WORKER_PHASES if event["tid"] else TRAINER_PHASES) | {"restart", "not recorded"}
+            lane = WORKER_PHASES if event["tid"] else TRAINER_PHASES
+            lane = NODE_PHASES if event["tid"] > n_workers else lane
+            assert event["name"] in lane | {"restart", "not recorded"}
         elif event["ph"] in "BE":
             depth[event["tid"]] += 1 if event["ph"] == "B" else -1
             assert depth[event["tid"]] in (0, 1), "a rollout in a rollout"
         elif event["ph"] in "stf":
             arrows[event["id"]].append((event["ts"], event["ph"]))
-    assert set(spans) == set(range(n_workers + 1))
+    assert set(spans) == set(range(1 + n_workers + n_nodes))
     for lane in spans.values():
         lane.sort()
         assert lane[0][0] == 0
@@ -103,18 +110,24 @@ def check(events, n_workers):
 def test_lanes_have_no_holes_and_arrows_lead_from_an_order_to_its_delivery(tmp_path, start_method, run_ahead):
     with batcher_of(waiting(2, 0.0), start_method=start_method, run_ahead=run_ahead) as batcher:
         batcher.reset()
+        before = time.perf_counter()
         with batcher.trace(tmp_path / "run.json") as timeline:
+            within = time.perf_counter()
             for _ in range(4):
                 rollout(batcher)
                 batcher.update(None)
+            within = time.perf_counter() - within
+        before = time.perf_counter() - before
     assert timeline.n_lost == 0
     events = read_events(tmp_path / "run.json")
     assert events == json.loads((tmp_path / "run.json").read_text())
+    for lane in sums(events).values():
+        assert within - 1e-5 <= sum(lane.values()) / 1e6 <= before
     arrows = check(events, 2)
     assert [arrows[f"{worker}.{number}"] for worker in range(2) for number in range(4)] == ["stf"] * 8
     ends = [event["args"] for event in events if event["ph"] == "E"]
     assert sorted(end["number"] for end in ends if end["number"] < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(end["steps"] == 10 for end in ends)
+    assert all(end["steps"] == 10 for end in ends if end["number"] < 4)  # a fifth may have begun
     assert {end["policy_version"] for end in ends if end["number"] == 3} == {3 - run_ahead}
     assert {"update", "agent", "write", "environment", "reset"} <= set(sums(events)[1])
 
@@ -133,6 +146,68 @@ def test_time_that_environments_wait_is_in_their_phase(tmp_path, n_workers):
         longer = sorted(shown - took for shown, took in zip(steps, own, strict=True))
         # Of five steps one at least is not interrupted by other programs in the lines around the wait.
         assert all(took >= 0.02 for took in own) and 0 <= longer[0] < 0.001
+
+
+FORMAT = {  # of Chrome's traces: what an event has, by its kind
+    "M": {"name": str, "pid": int, "args": dict},
+    "X": {"name": str, "pid": int, "tid": int, "ts": int, "dur": int},
+    "B": {"name": str, "pid": int, "tid": int, "ts": int, "args": dict},
+    "E": {"pid": int, "tid": int, "ts": int, "args": dict},
+    **{step: {"name": str, "cat": str, "id": str, "pid": int, "tid": int, "ts": int} for step in "stf"},
+}
+
+
+def load(events):
+    """A database with the tables of Perfetto's trace processor that a timeline fills: slices, and their arguments.
+
+    Raises unless the events have the format, and slices of a lane nest: none overlaps the end of another.
+    """
+    database = sqlite3.connect(":memory:")
+    database.execute("create table slice (id integer primary key, tid, name, ts, dur, depth)")
+    database.execute("create table args (id, key, value)")
+    open_slices = defaultdict(list)
+    for event in events:
+        for key, kind in FORMAT[event["ph"]].items():
+            assert type(event[key]) is kind and (kind is not int or event[key] >= 0), event
+    for event in sorted((event for event in events if event["ph"] in "BEX"), key=lambda event: event["ts"]):
+        stack = open_slices[event["tid"]]
+        while stack and stack[-1][1] is not None and stack[-1][1] <= event["ts"]:
+            stack.pop()
+        if event["ph"] == "E":
+            [(row, end)] = stack
+            assert end is None, "a phase goes on beyond its rollout"
+            database.execute("update slice set dur = ? - ts where id = ?", (event["ts"], row))
+            stack.clear()
+            database.executemany("insert into args values (?, ?, ?)", [(row, *each) for each in event["args"].items()])
+            continue
+        end = event["ts"] + event["dur"] if event["ph"] == "X" else None
+        assert all(other is None or (end is not None and end <= other) for _, other in stack), event
+        values = event["tid"], event["name"], event["ts"], event.get("dur", -1), len(stack)
+        row = database.execute("insert into slice (tid, name, ts, dur, depth) values (?, ?, ?, ?, ?)", values).lastrowid
+        stack.append((row, end))
+    return database
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_queries_find_what_batches_and_stats_say(tmp_path, n_workers):
+    with batcher_of(waiting(2, 0.001, length=7), n_workers, memory=RandomMemory(50, 2 * max(1, n_workers))) as batcher:
+        with batcher.trace(tmp_path / "run.json"):
+            batcher.reset()
+            n_steps = sum(int(rollout(batcher)[0].lengths.sum()) for _ in range(4))
+        stats = batcher.stats()["workers"]
+    query = load(read_events(tmp_path / "run.json")).execute
+    own = "select sum(value) from args where key = 'steps'"
+    assert query(own).fetchall() == [(n_steps,)] and n_steps == 4 * 5 * 2 * len(stats)
+    for worker in stats:
+        lane = (1 + worker["worker"],)
+        rollouts = "from slice join args using (id) where tid = ? and name = 'rollout' and key = 'number'"
+        assert query(f"select value {rollouts} order by ts", lane).fetchall() == [(0,), (1,), (2,), (3,)]
+        phases = "select sum(dur), count(*) from slice where tid = ? and depth = 1 and name in "
+        for names, seconds in ("('agent', '')", "agent_seconds"), ("('environment', 'reset')", "environment_seconds"):
+            found, n = query(phases + names, lane).fetchone()
+            # Times are cut to microseconds, and phases of less are left out, at most as many as there are others.
+            assert abs(found / 1e6 - worker[seconds]) <= 3e-6 * max(n, 20)
+        assert query("select count(*) from slice where tid = ? and depth > 1", lane).fetchall() == [(0,)]
 
 
 def test_clocks_of_workers_are_those_of_the_trainer(tmp_path):
@@ -255,6 +330,94 @@ def test_a_profiler_of_torch_shows_the_phases(tmp_path):
             batcher.update(None)
     names = {event.key for event in profiler.key_averages()}
     assert {"rlstructs: order", "rlstructs: wait", "rlstructs: read", "rlstructs: update"} <= names
+    assert "rlstructs: learn" not in names and "rlstructs: wait for an order" not in names
+
+
+def test_a_profiler_of_torch_shows_the_phases_of_rollouts_in_its_process(tmp_path):
+    with batcher_of(waiting(1, 0.0), 0) as batcher:
+        batcher.reset()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            rollout(batcher)
+        rollout(batcher)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert counts["rlstructs: agent"] == 5 and counts["rlstructs: reset"] == 1
+    assert counts["rlstructs: environment"] == 6  # once more after the reset
+
+
+class Node:
+    """Stands for the pool, a node, its actor, and the reply to a call; its clock is ahead, and runs too fast."""
+
+    def __init__(self, ahead):
+        self.ahead, self.workers, self.nodes, self.actor, self.rng = ahead, range(1), [self], self, random.Random(0)
+
+    def compute(self):
+        for _ in range(self.rng.randrange(5000)):  # the ways there and back, which differ
+            pass
+
+    def ask_aside(self, index, method, *args):
+        self.sent = time.perf_counter_ns()
+        return self
+
+    def future(self):
+        return self
+
+    def result(self, timeout):
+        self.compute()
+        self.ahead += 2000
+        clock = time.perf_counter_ns() + self.ahead
+        self.compute()
+        return clock, []
+
+
+def test_the_clock_of_a_node_is_known_to_within_the_time_that_a_call_takes():
+    node = Node(ahead=-(10**12))
+    recording = NodeRecording(node, 0)
+    for _ in range(200):
+        ahead, excerpts = recording.take()
+        took = time.perf_counter_ns() - node.sent
+        assert excerpts == [] and abs(ahead - node.ahead) <= took
+
+
+def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with batcher_of(waiting(1, 0.0)) as batcher, batcher.trace("") as timeline:
+        batcher.reset()
+        rollout(batcher)
+    assert timeline is None and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_nodes_and_their_workers_are_traced(tmp_path):
+    with ray_cluster(2), batcher_of(waiting(1, 0.01), 3, RayBatcher, n_nodes=2, on_worker_failure="restart") as batcher:
+        batcher.reset()
+        with batcher.trace(tmp_path / "run.json") as timeline:
+            for _ in range(3):
+                rollout(batcher)
+                batcher.update(None)
+        pid = batcher.stats()["nodes"][1]["pid"]
+        with batcher.trace(tmp_path / "killed.json"):
+            rollout(batcher)
+            os.kill(pid, signal.SIGKILL)
+            psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 30)
+            for _ in range(3):
+                rollout(batcher)
+    assert timeline.n_lost == 0
+    events = read_events(tmp_path / "run.json")
+    arrows = check(events, 3, 2)
+    # From the trainer by the node to the worker, and back.
+    assert [arrows[f"{worker}.{number}"] for worker in range(3) for number in range(3)] == ["stttf"] * 9
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert names == {0: "trainer", 1: "worker 0", 2: "worker 1", 3: "worker 2", 4: "node 0", 5: "node 1"}
+    assert sum(event["ph"] == "E" for event in events) == 9
+    found = sums(events)
+    assert all(found[worker]["environment"] >= 14 * 10_000 for worker in (1, 2, 3))
+    assert {"wait", "read", "update", "wait for an order"} <= set(found[4]) & set(found[5])
+    events = read_events(tmp_path / "killed.json")
+    check(events, 3, 2)
+    found = sums(events)
+    assert all(found[lane]["restart"] > 0 for lane in (0, 3, 5)) and not any(
+        "restart" in found[lane] for lane in (1, 2)
+    )
 
 
 PROGRAM = """
@@ -275,6 +438,7 @@ def test_a_program_that_is_killed_leaves_a_timeline(tmp_path):
         json.loads((tmp_path / "run.json").read_text())
     events = read_events(tmp_path / "run.json")
     assert {"agent", "environment"} <= set(sums(events)[1])
+    assert load(events).execute("select count(*) from slice where name = 'rollout' and dur > 0").fetchone()[0] > 1
 
 
 def test_what_is_no_timeline_is_refused(tmp_path):

@@ -29,6 +29,7 @@ from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EDITS, LANE, REWRITES, Clock, Counters, Instant, Ring, RowIds, keep_order
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.spec import Spec
+from rlstructs.trace.lane import DRAW, within
 
 __all__ = ["ALL", "MAX_REDRAWS", "Storage"]
 
@@ -362,6 +363,7 @@ class Storage(CopiedWhole):
             last = self._view = View(self.ring, self._ids, length, self.episodes, columns)
         return last
 
+    @within(DRAW)
     def sample(
         self, n: int, select: Callable[[int], Selection], read: Callable[[Selection], A], redraws: int = MAX_REDRAWS
     ) -> tuple[Selection, A]:
