@@ -227,8 +227,7 @@ def _find_in_workers(account: Account, waits: str) -> tuple[str, str, str]:
         return (
             "waiting environments",
             f"{found}, and compute {cpu:.0%} of it: they wait for something else",
-            "RL_Batcher.make(threads=True) has a worker's environments wait together, the more the better; or more "
-            "workers than cores",
+            "RL_Batcher.make(threads=True) has many in a worker wait together; or more workers than cores",
         )
     if n_workers < n_cores:
         return "too few workers", found, f"more workers help up to {n_cores}, the cores"
