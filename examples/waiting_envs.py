@@ -68,6 +68,7 @@ class Args:
     n_eval: int = 16
     seed: int = 0
     track: str = ""  # tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT
+    trace: str = ""  # a file for a timeline
 
 
 class Chase(gymnasium.Env):
@@ -138,7 +139,7 @@ def main(args: Args) -> None:
     with RL_Batcher.make(
         partial(Chase, args.mean), actor, n_envs=args.n_envs, n_workers=args.n_workers, n_timesteps=args.n_timesteps,
         seed=args.seed, **pace,
-    ) as batcher, open_log(args.track, vars(args)) as log:  # fmt: skip
+    ) as batcher, batcher.trace(args.trace), open_log(args.track, vars(args)) as log:  # fmt: skip
         started = time.perf_counter()
         for rollout in batcher.rollouts(n_steps=args.n_steps):
             mask, newest = rollout.mask().bool(), rollout.info["policy_version"].max()
