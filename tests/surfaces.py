@@ -25,7 +25,7 @@ from rlstructs.replay import (
     VectorReplayBuffer,
 )
 from rlstructs.replay.intake.trajectories import NAMES, take_trajectories
-from rlstructs.replay.rows import compressed
+from rlstructs.replay.rows import compression
 from rlstructs.structures.arrays import raw_of
 
 N_LANES, CAPACITY = 3, 20
@@ -145,7 +145,7 @@ def _surfaces(**settings):
 
 
 # Frames in these tests are smaller than those that are worth it.
-compressed.LEAST = 1
+compression.LEAST = 1
 COMPRESSED = {"compression": dict.fromkeys(
     ["observations", "next_observations", "obs", "obs_next", "obs/achieved_goal", "obs/desired_goal", "next/obs"],
     "zstd:1",

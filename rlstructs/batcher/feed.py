@@ -345,7 +345,13 @@ class Feeding:
             raise SpecError(
                 f"feed: the memory has {columns.n_lanes} lanes, expected {n_slots}, one for each environment"
             )
-        if own.is_for_one_process or not isinstance(transport, SlotTransport) or (has_one_lane and n_workers > 1):
+        # How many rows leave for lack of bytes depends on what is under way: the trainer adds these rollouts itself.
+        if (
+            columns.compression.max_bytes is not None
+            or own.is_for_one_process
+            or not isinstance(transport, SlotTransport)
+            or (has_one_lane and n_workers > 1)
+        ):
             return None
         n_timesteps = transport.layout.n_timesteps * (n_slots if has_one_lane else 1)
         if n_timesteps > columns.capacity:

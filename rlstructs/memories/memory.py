@@ -22,7 +22,7 @@ from rlstructs.replay.intake.arrays import generator_of, row_ids
 from rlstructs.replay.intake.intake import FILL, GROW
 from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.keep.checks import plain_state
-from rlstructs.replay.rows.compressed import Setting
+from rlstructs.replay.rows.compression import Setting
 
 
 class Memory(StoredTensors, ABC):

@@ -166,9 +166,11 @@ def refill(memory: StoredTensors, path: Path, specs: Mapping[str, Spec], reader:
     Its file holds nothing but tensors.
 
     Raises:
-        ValueError, KeyError, OutOfMemoryError: they do not fit; nothing changes.
+        FileError, ValueError, KeyError, OutOfMemoryError: they do not fit; nothing changes.
     """
     storage, n_slots = memory._storage, memory._tensors.lead[0]
+    if storage.columns.compression.max_bytes is not None:  # the file does not say which rows are the oldest
+        raise FileError(f"{path}: load it into a memory without max_bytes, and the file that this one saves here")
     arrays = SavedArrays(reader, {ROWS + name: name for name in specs})
     for name, spec in specs.items():
         arrays.check(ROWS + name, spec.dtype, (*memory._tensors.lead, *spec.shape))

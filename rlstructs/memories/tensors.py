@@ -22,7 +22,7 @@ from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
-from rlstructs.replay.rows.compressed import Compression, Setting
+from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
 from rlstructs.replay.rows.lanes import REWRITES, SLOT, InStep
 from rlstructs.replay.rows.on_device import TensorColumns

@@ -16,6 +16,7 @@ from rlstructs.workers.public_names import export_lazily
 if TYPE_CHECKING:
     from rlstructs.replay.leave.array_dict import ArrayDict, Batch
     from rlstructs.replay.rlberry.chunks import ChunkBatch, ChunkReplayBuffer
+    from rlstructs.replay.rows.compression import Compression
     from rlstructs.replay.tianshou.cached import CachedReplayBuffer
     from rlstructs.replay.tianshou.hindsight import HERReplayBuffer, HERVectorReplayBuffer
     from rlstructs.replay.tianshou.intake import MalformedBufferError
@@ -58,6 +59,7 @@ _EXPORTS = {
     "CachedReplayBuffer": "tianshou.cached",
     "ChunkBatch": "rlberry.chunks",
     "ChunkReplayBuffer": "rlberry.chunks",
+    "Compression": "rows.compression",
     "Compose": "torchrl.transforms",
     "DictTensorPrioritizedReplayBuffer": "torchrl.buffer",
     "DictTensorReplayBuffer": "torchrl.buffer",
@@ -97,6 +99,7 @@ __all__ = [
     "ChunkBatch",
     "ChunkReplayBuffer",
     "Compose",
+    "Compression",
     "DictTensorPrioritizedReplayBuffer",
     "DictTensorReplayBuffer",
     "HERReplayBuffer",

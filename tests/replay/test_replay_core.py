@@ -24,10 +24,10 @@ from rlstructs.replay.draw.plan import AVOID_ENDS, MASK_ENDS, Selection, Uniform
 from rlstructs.replay.draw.view import View
 from rlstructs.replay.rows import columns
 from rlstructs.replay.rows import lanes as ring
-from rlstructs.replay.rows.backing import Folder, Heap, Shared, SharedBlock
+from rlstructs.replay.rows.backing import Folder, Heap, HeapBlock, Shared, SharedBlock
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.episodes import LENGTH, NO_END, TIME, Episodes
-from rlstructs.replay.rows.lanes import N_COUNTERS, Ring, RowIds
+from rlstructs.replay.rows.lanes import N_COUNTERS, Counters, Ring, RowIds
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import ALL, Storage
 
@@ -226,14 +226,27 @@ def fences(monkeypatch):
 
 def test_a_writer_raises_a_counter_writes_rows_and_raises_the_other_in_this_order(fences):
     storage = make_storage(1, 2)
-    fences.look = lambda: (*storage.ring.counters[1:, 0].tolist(), storage.columns.cells["x"][0, 0].item())
+    fences.look = lambda: (*storage.ring.counters[1:3, 0].tolist(), storage.columns.cells["x"][0, 0].item())
     storage.write(block([[7]]))
     assert fences.events[0][:2] == (1, 0) and np.isnan(fences.events[0][2])
     assert fences.events[1:] == [(1, 0, 7)] and storage.ring.head.tolist() == [1]
     fences.events.clear()
-    fences.look = lambda: storage.ring.counters[:, 0].tolist()
+    fences.look = lambda: storage.ring.counters[:3, 0].tolist()
     storage.clear()
-    assert fences.events == [[2, 1, 1], [2, 2, 1]] and storage.ring.counters[:, 0].tolist() == [2, 2, 2]
+    assert fences.events == [[2, 1, 1], [2, 2, 1]] and storage.ring.counters[:3, 0].tolist() == [2, 2, 2]
+
+
+def test_pickles_of_earlier_versions_have_no_floors():
+    storage = make_storage(2, 3)
+    storage.write(block([[7, 8], [9, 10]]))
+    state = storage.counters.__getstate__()
+    del state["n_counters"]
+    numbers = state["_block"].bytes().view(np.int64)
+    old = HeapBlock(numbers.nbytes - 2 * 8)
+    old.bytes().view(np.int64)[...] = np.delete(numbers, [6, 7])
+    restored = Counters.__new__(Counters)
+    restored.__setstate__({**state, "_block": old})
+    np.testing.assert_array_equal(restored._block.bytes(), storage.counters._block.bytes())
 
 
 def test_a_reader_reads_counters_rows_and_counters_in_this_order(fences, monkeypatch):
@@ -338,7 +351,7 @@ def test_only_the_store_swaps_its_columns_and_counts_its_changes():
 
 def test_nbytes_counts_columns_episodes_and_counters(order, backing):
     storage = make_storage(n_lanes=2, capacity=4, order=order, backing=backing)
-    assert storage.nbytes == 2 * 4 * (4 + 16 + 8) + 3 * 2 * 8
+    assert storage.nbytes == 2 * 4 * (4 + 16 + 8) + N_COUNTERS * 2 * 8
 
 
 # The clock

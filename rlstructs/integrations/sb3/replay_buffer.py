@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
-from rlstructs.replay.rows.compressed import Compression, Setting
+from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.lanes import LANE, SLOT
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter

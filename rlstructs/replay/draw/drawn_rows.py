@@ -104,7 +104,7 @@ class DrawnRows:
         held = view.holds(rows, now)
         meant = self._find_drawn_steps(rows, now, held)
         empty = rows[~(held | (meant >= 0))]
-        if empty.size and (empty := empty[~view.is_reserved(empty)]).size:
+        if empty.size and (empty := empty[~view.is_taken(empty)]).size:
             raise SpecError(f"index {empty[0]} holds no row")
         return np.asarray(held & ((meant < 0) | (meant == now)))
 

@@ -48,16 +48,16 @@ class View:
         low: Any
         head: Any
         self.total: int
-        base, reserved, head = counters[:, 0].tolist() if self.aligned else counters
+        base, reserved, head, floor = counters[:, 0].tolist() if self.aligned else counters
         if self.aligned:
-            low = max(base, reserved - ring.capacity)
+            low = max(base, reserved - ring.capacity, floor)
             high = max(head - length + 1, low)
             self.total = (high - low) * columns.n_lanes
         else:
-            low = np.maximum(base, reserved - ring.capacity)
+            low = np.maximum(np.maximum(base, floor), reserved - ring.capacity)
             high = np.maximum(head - length + 1, low)
             self.total = int((high - low).sum())
-        self._low, self._high, self._head, self._reserved = low, high, head, reserved
+        self._low, self._high, self._head, self._reserved, self._floor = low, high, head, reserved, floor
         # Rows need no others after them, and no writer is about to overwrite one.
         self.is_settled = length == 1 and bool((reserved == head) if self.aligned else (reserved == head).all())
 
@@ -201,11 +201,10 @@ class View:
         lanes = self.columns.lanes(rows)
         return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
 
-    def is_reserved(self, rows: np.ndarray) -> np.ndarray:
-        """Marks rows that a writer is about to write, bool."""
-        return np.asarray(
-            self.steps(rows) + self.columns.capacity < self._of_lanes(self._reserved)[self.columns.lanes(rows)]
-        )
+    def is_taken(self, rows: np.ndarray) -> np.ndarray:
+        """Marks rows whose slots, or whose bytes, a writer has taken for newer rows, bool."""
+        end = np.maximum(self._of_lanes(self._reserved) - self.columns.capacity, self._of_lanes(self._floor))
+        return np.asarray(self.steps(rows) < end[self.columns.lanes(rows)])
 
     def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
         """Returns the row ids of the rows `by` steps later in their lanes."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, UNKNOWN, clean_text
 from rlstructs.replay.rows.episodes import LENGTH, TIME
-from rlstructs.replay.rows.lanes import N_COUNTERS, Ring, RowIds
+from rlstructs.replay.rows.lanes import FLOOR, N_COUNTERS, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT
 from rlstructs.replay.rows.spec import Spec
 
@@ -141,16 +141,27 @@ def check_counters(counters: np.ndarray, n_lanes: int, capacity: int) -> Ring:
     Raises:
         ValueError: they are impossible.
     """
-    if counters.dtype != np.int64 or counters.shape != (N_COUNTERS, n_lanes):
-        needed = f"int64 {(N_COUNTERS, n_lanes)}"
-        raise ValueError(f"its counters are {counters.dtype} {counters.shape}, expected {needed}")
-    ring = Ring(counters, capacity)
-    base, reserved, head = counters
+    check_counter_spec((counters.dtype, counters.shape), n_lanes)
+    ring = Ring(np.concatenate([counters, np.zeros((N_COUNTERS - len(counters), n_lanes), np.int64)]), capacity)
+    base, reserved, head, floor = ring.counters
     if not ((base >= 0) & (base <= head) & (head <= reserved) & (reserved <= MOST // n_lanes)).all():
         raise ValueError("expected counters with 0 <= base <= head <= reserved")
+    if not ((floor >= 0) & (floor <= head)).all():
+        raise ValueError("expected counters with 0 <= floor <= head")
     if (reserved - head > capacity).any():
         raise ValueError(f"expected at most {capacity} rows that are being written, got {(reserved - head).max()}")
     return ring
+
+
+def check_counter_spec(spec: tuple[Any, tuple[int, ...]], n_lanes: int) -> None:
+    """Raises ValueError unless counters have this dtype and shape."""
+    if spec not in [(np.int64, (n, n_lanes)) for n in (FLOOR, N_COUNTERS)]:
+        raise ValueError(f"its counters are {spec[0]} {spec[1]}, expected int64 {(N_COUNTERS, n_lanes)}")
+
+
+def to_save(ring: Ring) -> np.ndarray:
+    """Returns the counters for a file: without floors if there are none, as in files of earlier versions."""
+    return ring.counters[: N_COUNTERS if ring.floor.any() else FLOOR].copy()
 
 
 def check_episodes(pairs: np.ndarray, ring: Ring) -> None:

@@ -201,17 +201,21 @@ def restore_columns(
         linked: the columns that are linked in the file -> their sources.
         links: the arrays `at` and `newest` of each, from the file.
         n_slots: how many slots of each lane the file holds.
-        counters: of the file.
+        counters: of the file; their floors rise where rows do not fit.
     """
     columns = storage.columns
-    for name in [name for name in columns.links if name not in linked]:
-        cast(LinkedColumns, columns).unlink(name)
-    own = [ROWS + name for name, spec in columns.specs.items() if name not in linked and not spec.is_object]
-    for name, start, rows in arrays.slots(own, columns, n_slots):
-        columns.restore_slots(name.removeprefix(ROWS), start, rows)
-    for name, source in linked.items():
-        values = arrays.pieces(f"{LINKS}{name}/values")
-        if name in columns.links:
-            cast(LinkedColumns, columns).restore_link(name, links[name], values, counters[HEAD])
-        else:
-            fill_unlinked(columns, name, source, links[name], values, n_slots, counters)
+    columns.use(Ring(counters, columns.capacity))  # where rows do not fit, it says which are the oldest
+    try:
+        for name in [name for name in columns.links if name not in linked]:
+            cast(LinkedColumns, columns).unlink(name)
+        own = [ROWS + name for name, spec in columns.specs.items() if name not in linked and not spec.is_object]
+        for name, start, rows in arrays.slots(own, columns, n_slots):
+            columns.restore_slots(name.removeprefix(ROWS), start, rows)
+        for name, source in linked.items():
+            values = arrays.pieces(f"{LINKS}{name}/values")
+            if name in columns.links:
+                cast(LinkedColumns, columns).restore_link(name, links[name], values, counters[HEAD])
+            else:
+                fill_unlinked(columns, name, source, links[name], values, n_slots, counters)
+    finally:
+        columns.use(storage.ring)

@@ -16,6 +16,7 @@ from rlstructs.files.archives import Reader
 from rlstructs.replay.intake.roles import source_of
 from rlstructs.replay.keep.checks import (
     Claims,
+    check_counter_spec,
     check_counters,
     check_episodes,
     check_slots,
@@ -23,6 +24,7 @@ from rlstructs.replay.keep.checks import (
     generator_in,
     plain_state,
     spec_in,
+    to_save,
     whole,
 )
 from rlstructs.replay.keep.restoring import (
@@ -43,7 +45,6 @@ from rlstructs.replay.rows import objects as object_files
 from rlstructs.replay.rows.backing import available_bytes
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW, EPISODE
-from rlstructs.replay.rows.lanes import N_COUNTERS
 from rlstructs.replay.rows.linked import LinkedColumns, check_link
 from rlstructs.replay.rows.objects import OBJECT
 from rlstructs.replay.rows.spec import Spec
@@ -153,7 +154,7 @@ def contents(buffer: Stored) -> Contents:
     buffer._stream.n_saves += 1
     storage.counters.settle()  # a file is read twice as it is written, and both have to give the same
     columns, n_slots = storage.columns, used_slots(buffer)
-    arrays: Arrays = {RING: storage.ring.counters.copy()}
+    arrays: Arrays = {RING: to_save(storage.ring)}
     if storage.episodes is not None:
         arrays[EPISODES] = np.ascontiguousarray(storage.episodes.columns.slots_to_file(EPISODE, n_slots))
     arrays |= {MORE + name: array for name, array in buffer._more_arrays().items()}
@@ -235,7 +236,7 @@ def _check_sizes(path: Any, arrays: SavedArrays, state: Any) -> None:
         ValueError, KeyError, TypeError: the sizes are impossible, or differ from the settings.
     """
     n_lanes, capacity = whole("n_lanes", state["n_lanes"], 1), whole("capacity", state["capacity"], 1)
-    arrays.check(RING, np.int64, (N_COUNTERS, n_lanes))
+    check_counter_spec(arrays.specs[RING], n_lanes)
     n_rows = n_lanes * capacity
     for inner in state["inner"].values():
         sizes = inner["state"]["n_lanes"], inner["state"]["capacity"]
@@ -302,8 +303,8 @@ def _restorer(
     require_room(path, sum(map(object_files.nbytes_of, objects.values())), columns)
     if alignment % capacity or (alignment != capacity and not buffer._may_be_aligned):
         raise ValueError(f"its alignment is {alignment}, its capacity {capacity}")
-    counters = arrays.read(RING, np.int64, (N_COUNTERS, n_lanes))
-    claims = Claims(check_counters(counters, n_lanes, capacity), columns.order, specs)
+    claims = Claims(check_counters(arrays.read(RING), n_lanes, capacity), columns.order, specs)
+    counters = claims.ring.counters
     check_slots(n_slots, claims.ring)
     if not specs and len(claims.ring):
         raise ValueError(f"it has {len(claims.ring)} rows, but no column")

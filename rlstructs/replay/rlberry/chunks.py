@@ -32,7 +32,7 @@ from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.rows.compressed import Compression, Setting
+from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock, available_bytes
-from rlstructs.replay.rows.compressed import BYTES_PER_ROW, CompressedBlock, Compression
+from rlstructs.replay.rows.compressed import BYTES_PER_ROW, CompressedBlock
+from rlstructs.replay.rows.compression import Compression
 from rlstructs.replay.rows.lanes import LANE, SLOT, Clock, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT, ObjectBlock, private_rows
 from rlstructs.replay.rows.records import (
@@ -69,10 +70,10 @@ class Columns(RowIds):
     on_host = True
     # The linked columns by name; only `LinkedColumns` has any.
     links: Mapping[str, Any] = MappingProxyType({})
+    # Which columns are compressed.
+    compression = Compression(None)
     # The counters, set by the store.
     ring: Ring
-    # Which columns are compressed; None for none.
-    compression: Compression | None = None
 
     def __init__(self, n_lanes: int, capacity: int, order: str = LANE, backing: Backing | None = None) -> None:
         super().__init__(n_lanes, capacity, order)
@@ -109,7 +110,7 @@ class Columns(RowIds):
         if isinstance(block, ObjectBlock):
             return block.values
         if isinstance(block, CompressedBlock):
-            return block.rows()  # type: ignore[return-value] # it is indexed as an array
+            return block.rows(getattr(self, "ring", None))  # type: ignore[return-value] # it is indexed as an array
         if isinstance(block, Record):
             return block.rows_of(name)
         return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
@@ -117,9 +118,9 @@ class Columns(RowIds):
     def make_blocks(self, specs: Mapping[str, Spec]) -> dict[str, Block]:
         """Allocates memory for columns, for `install`; small ones share a record."""
         blocks: dict[str, Block] = {
-            name: CompressedBlock(name, spec, self, level, self._backing)
+            name: CompressedBlock(name, spec, self, level, self._backing, self.compression.max_bytes)
             for name, spec in specs.items()
-            if (level := self._level_of(name, spec)) is not None
+            if (level := self.compression.level_of(name, spec)) is not None
         }
         for group in self._group({name: spec for name, spec in specs.items() if name not in blocks}):
             name = next(iter(group))
@@ -132,8 +133,19 @@ class Columns(RowIds):
                 blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows)
         return blocks
 
-    def _level_of(self, name: str, spec: Spec) -> int | None:
-        return None if self.compression is None else self.compression.level_of(name, spec)
+    def use(self, ring: Ring) -> None:
+        """Sets the counters."""
+        self.ring = ring
+        for block in self._compressed():
+            block.ring = ring
+
+    @property
+    def most_rows_at_once(self) -> int:
+        """The rows that can be written to each lane at once."""
+        return min([self.capacity, *(block.most_rows for block in self._compressed())])
+
+    def _compressed(self) -> list[CompressedBlock]:
+        return [block for block in self._blocks.values() if isinstance(block, CompressedBlock)]
 
     def _group(self, specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
         if not self._backing.has_records or (self.order == SLOT and self.n_lanes >= MANY_LANES):
@@ -148,7 +160,7 @@ class Columns(RowIds):
         """Bytes of all columns."""
         blocks = [(spec, self._blocks.get(name)) for name, spec in self.specs.items()]
         own = sum(spec.nbytes for spec, block in blocks if not isinstance(block, (Record, CompressedBlock)))
-        compressed = sum(block.nbytes for _, block in blocks if isinstance(block, CompressedBlock))
+        compressed = sum(block.nbytes for block in self._compressed())
         return (own + sum(record.width for record in self._records())) * self.n_rows + compressed
 
     def nbytes_of(self, name: str, spec: Spec) -> int:
@@ -156,7 +168,7 @@ class Columns(RowIds):
 
         Of a compressed one those of its bookkeeping: nobody knows how many its rows will take.
         """
-        return spec.nbytes if self._level_of(name, spec) is None else BYTES_PER_ROW
+        return spec.nbytes if self.compression.level_of(name, spec) is None else BYTES_PER_ROW
 
     def is_compressed(self, name: str) -> bool:
         """Whether a column is compressed."""
@@ -164,7 +176,9 @@ class Columns(RowIds):
 
     def nbytes_per_row(self, specs: Mapping[str, Spec]) -> int:
         """Counts the bytes of a row of columns that are added together; see `nbytes_of`."""
-        groups = self._group({name: spec for name, spec in specs.items() if self._level_of(name, spec) is None})
+        groups = self._group(
+            {name: spec for name, spec in specs.items() if self.compression.level_of(name, spec) is None}
+        )
         padding = sum(width_of(group.values()) - sum(spec.nbytes for spec in group.values()) for group in groups)
         return sum(self.nbytes_of(name, spec) for name, spec in specs.items()) + padding
 

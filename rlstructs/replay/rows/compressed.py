@@ -6,12 +6,12 @@
 
 The memory is as large as rows that do not become smaller would need, but only segments that were written take any.
 Rows are appended to a segment, never changed in place: a reader that finds other bytes finds another place, too.
+With a limit the memory may be smaller; where it is full, the oldest rows of the lane are dropped.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,13 @@ import numpy as np
 
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.rows.backing import Backing
-from rlstructs.replay.rows.lanes import RowIds, keep_order
+from rlstructs.replay.rows.compression import MOST, codec_of
+from rlstructs.replay.rows.lanes import Ring, RowIds, keep_order
 from rlstructs.replay.rows.spec import Spec
 
-# Bytes of a row from which on a column of uint8 or bool is compressed unless the program names columns, and from which
-# on any column can be.
-LARGE, LEAST = 512, 64
 # Bits of an entry of the table for the number of bytes; the rest is the place.
-LENGTH_BITS = 23
-LENGTH_MASK, MOST_BYTES = (1 << LENGTH_BITS) - 1, 1 << (63 - LENGTH_BITS)
+LENGTH_BITS, LENGTH_MASK = MOST.bit_length(), MOST
+MOST_BYTES = 1 << (63 - LENGTH_BITS)
 # Bytes of a segment, unless a row is larger.
 SEGMENT = 1 << 16
 # Of a lane: the segment that is written, its bytes that are taken, and how many segments were ever written.
@@ -36,110 +34,8 @@ CURRENT, TAKEN, USED = range(3)
 N_STATE = 3
 # Bytes of bookkeeping that a row takes.
 BYTES_PER_ROW = 8
-# zstd's default level.
-DEFAULT_LEVEL = 3
-EXTRA = "compression needs zstd: pip install rlstructs[zstd]"
-
-# What a program says of compression; see `Compression`.
-Setting = str | Mapping[str, str | None] | None
-
-
-class Compression:
-    """Says which columns are compressed, and how.
-
-    Args:
-        setting: "zstd", "zstd:LEVEL", or column -> one of these or None; by default columns of uint8 and bool with rows
-            of 512 bytes or more are compressed.
-
-    Raises:
-        SpecError: the setting is another.
-        ImportError: there is no zstd.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        if isinstance(setting, Mapping):
-            self._levels = {name: None if each is None else _level(each) for name, each in setting.items()}
-            self._level = None
-        else:
-            self._levels, self._level = {}, _level(setting)
-        codec_of(DEFAULT_LEVEL)
-
-    @classmethod
-    def of(cls, setting: Setting) -> Compression | None:
-        """Returns the compression for a program's setting; None for none."""
-        return None if setting is None else cls(setting)
-
-    def level_of(self, name: str, spec: Spec) -> int | None:
-        """Returns zstd's level for a column; None if it is not compressed.
-
-        Raises:
-            SpecError: the program names a column that cannot be compressed.
-        """
-        fits = not spec.is_object and LEAST <= spec.nbytes <= LENGTH_MASK
-        if self._level is not None:
-            return self._level if fits and spec.nbytes >= LARGE and spec.dtype.name in ("uint8", "bool") else None
-        level = self._levels.get(name)
-        if level is not None and not fits:
-            rows = "objects" if spec.is_object else f"{spec.nbytes:,} bytes"
-            raise SpecError(f"compression of {name!r}: its rows are {rows}, expected {LEAST} to {LENGTH_MASK:,} bytes")
-        return level
-
-
-def _level(setting: Any) -> int:
-    method, _, level = setting.partition(":") if isinstance(setting, str) else ("", "", "")
-    number = level.removeprefix("-")
-    if method != "zstd" or (":" in setting and not (number.isdecimal() and -100 <= int(level) <= 22)):
-        raise SpecError(
-            f"compression must be None, 'zstd', 'zstd:LEVEL' or a mapping of columns to these, got {setting!r}"
-        )
-    return int(level) if level else DEFAULT_LEVEL
-
-
-class _OwnCodecs(threading.local):
-    """The codecs of a thread: zstd's are not to be used by two at once."""
-
-    def __init__(self) -> None:
-        self.by_level: dict[int, Any] = {}
-
-
-_CODECS = _OwnCodecs()
-
-
-def codec_of(level: int) -> Any:
-    """Returns a codec with `compress`, `decompress` and `error`, for this thread alone."""
-    codec = _CODECS.by_level.get(level)
-    if codec is None:
-        codec = _CODECS.by_level[level] = _make_codec(level)
-    return codec
-
-
-def _make_codec(level: int) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        return _make_own_codec(level)
-    return SimpleNamespace(
-        compress=zstandard.ZstdCompressor(level=level, write_checksum=True).compress,
-        decompress=zstandard.ZstdDecompressor().decompress,
-        error=zstandard.ZstdError,
-    )
-
-
-def _make_own_codec(level: int) -> Any:
-    """Makes a codec of Python's own zstd, which Python 3.14 has."""
-    try:
-        from compression import zstd
-    except ImportError as error:
-        raise ImportError(EXTRA) from error
-    options = {
-        zstd.CompressionParameter.compression_level: level,
-        zstd.CompressionParameter.checksum_flag: 1,
-    }
-    return SimpleNamespace(
-        compress=lambda data: zstd.compress(data, options=options),
-        decompress=lambda data, n_bytes: zstd.decompress(data),
-        error=zstd.ZstdError,
-    )
+# Of a lane with a limit: the least number of segments, and how many there are if rows are small.
+LEAST_SEGMENTS, MANY_SEGMENTS = 8, 64
 
 
 class CompressedBlock:
@@ -151,14 +47,29 @@ class CompressedBlock:
         ids: the row ids of the store.
         level: zstd's.
         backing: where the bytes are stored.
+        max_bytes: that the rows of all lanes take at most; None for no limit.
+
+    Raises:
+        SpecError: the rows may need more bytes than places can name, or the limit is too low.
     """
 
-    def __init__(self, name: str, spec: Spec, ids: RowIds, level: int, backing: Backing) -> None:
-        self._name, self.spec, self.level = name, spec, level
+    ring: Ring | None = None
+
+    def __init__(
+        self, name: str, spec: Spec, ids: RowIds, level: int, backing: Backing, max_bytes: int | None = None
+    ) -> None:
+        self._name, self.spec, self.level, self._max_bytes = name, spec, level, max_bytes
         self._ids = RowIds(ids.n_lanes, ids.capacity, ids.order)
-        self._segment = max(spec.nbytes, min(SEGMENT, spec.nbytes * ids.capacity))
+        most = MOST_BYTES if max_bytes is None else max_bytes // ids.n_lanes
+        self._segment = (
+            max(1, min(SEGMENT // spec.nbytes, ids.capacity, most // MANY_SEGMENTS // spec.nbytes)) * spec.nbytes
+        )
         # Twice as many as the rows need if none becomes smaller: rows that are replaced leave gaps.
-        self._n_segments = 2 * math.ceil(ids.capacity / (self._segment // spec.nbytes)) + 2
+        needed = 2 * math.ceil(ids.capacity / (self._segment // spec.nbytes)) + 2
+        self._n_segments = min(needed, most // self._segment)
+        if self._n_segments < min(needed, LEAST_SEGMENTS):
+            least = ids.n_lanes * min(needed, LEAST_SEGMENTS) * self._segment
+            raise SpecError(f"compression of {name!r}: max_bytes is {max_bytes:,}, expected at least {least:,}")
         if (n_bytes := ids.n_lanes * self._n_segments * self._segment) > MOST_BYTES:
             raise SpecError(
                 f"compression of {name!r}: {ids.n_rows:,} rows of {spec.nbytes:,} bytes may need {n_bytes:,} bytes, "
@@ -183,9 +94,9 @@ class CompressedBlock:
         self._fast, self._fast_bytes = numbers.data, self._bytes.data
         self._none = np.frombuffer(np.full(self.spec.shape, self.spec.unwritten, self.spec.dtype).tobytes(), np.uint8)
 
-    def rows(self) -> CompressedRows:
-        """Returns the column, `(n_rows, *shape)`, by row id."""
-        n_rows = self._ids.n_rows
+    def rows(self, ring: Ring | None = None) -> CompressedRows:
+        """Returns the column, `(n_rows, *shape)`, by row id; `ring` has the counters of the store."""
+        self.ring, n_rows = ring, self._ids.n_rows
         return CompressedRows(self, np.arange(n_rows, dtype=np.int32 if n_rows < 1 << 31 else np.int64))
 
     def bytes(self) -> np.ndarray:
@@ -200,7 +111,12 @@ class CompressedBlock:
 
     def beside(self, name: str, spec: Spec, backing: Backing) -> CompressedBlock:
         """Makes the memory of another column like this one."""
-        return CompressedBlock(name, spec, self._ids, self.level, backing)
+        return CompressedBlock(name, spec, self._ids, self.level, backing, self._max_bytes)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of each lane that can be written at once, however large they are: half of the memory holds them."""
+        return (self._n_segments // 2 - 1) * (self._segment // self.spec.nbytes)
 
     def moved(self, backing: Backing) -> CompressedBlock:
         """Copies the column to memory of another kind."""
@@ -265,27 +181,46 @@ class CompressedBlock:
         used = int(state[USED])
         free = np.flatnonzero(self._counts[lane, :used] == 0)
         if free.size + self._n_segments - used < 2:
-            self._join_segments(lane)
+            self._make_space(lane)
             return
         state[CURRENT] = free[0] if free.size else used
         state[USED], state[TAKEN] = max(used, state[CURRENT] + 1), 0
 
-    def _join_segments(self, lane: int) -> None:
-        """Moves the rows of two segments to the last free one: the two with the fewest rows, which fit into it.
+    def _make_space(self, lane: int) -> None:
+        """Moves the rows of two segments to the last free one, if they fit into it; otherwise drops the oldest rows.
 
         Rows are read while they move: each has bytes at its place at any time.
         """
         rows = self._ids.rows(lane, np.arange(self._ids.capacity))
         rows = rows[self._table[rows] != 0]
-        segments = (self._table[rows] >> LENGTH_BITS) // self._segment - lane * self._n_segments
-        self._counts[lane] = counts = np.bincount(
-            segments, minlength=self._n_segments
-        )  # a killed writer counts too many
-        order = np.argsort(counts, kind="stable")
-        first = int(np.count_nonzero(counts == 0))
-        self._lanes[lane] = order[0], 0, self._n_segments
-        for row in rows[np.isin(segments, order[first : first + 2])].tolist():
+        places = self._table[rows]
+        segments = (places >> LENGTH_BITS) // self._segment - lane * self._n_segments
+        # Counted anew: a killed writer has counted too many.
+        self._counts[lane] = np.bincount(segments, minlength=self._n_segments)
+        taken = np.bincount(segments, places & LENGTH_MASK, self._n_segments)
+        smallest = np.argsort(taken, kind="stable")[np.count_nonzero(taken == 0) :][:2]
+        if taken[smallest].sum() > self._segment:
+            self._drop_oldest(lane, rows, segments)
+            return
+        self._lanes[lane] = np.flatnonzero(taken == 0)[0], 0, self._n_segments
+        for row in rows[np.isin(segments, smallest)].tolist():
             self._put(row, lane, bytes(self.read(row)))
+
+    def _drop_oldest(self, lane: int, rows: np.ndarray, segments: np.ndarray) -> None:
+        """Drops the oldest rows of a lane, until a segment has none.
+
+        The newest row stays, as do those that are being written; without them the lane is half empty.
+        """
+        assert self.ring is not None
+        head = int(self.ring.head[lane])
+        steps = self._ids.steps(rows, min(int(self.ring.reserved[lane]), head + self.most_rows) - 1)
+        newest = np.full(self._n_segments, -1)
+        np.maximum.at(newest, segments, steps)
+        newest = newest[(newest >= 0) & (newest < head - 1)]
+        end = int(newest.min(initial=head - 2)) + 1
+        self.ring.drop_before(end, lane)
+        for row in rows[steps < end].tolist():
+            self._put(row, lane, None)
 
     def read(self, row: int) -> memoryview:
         """Returns the bytes of a row, a view; none of an unwritten one."""
@@ -332,7 +267,7 @@ class CompressedBlock:
         self._map()
 
 
-_MAPPED = frozenset(["_table", "_counts", "_lanes", "_bytes", "_none", "_fast", "_fast_bytes"])
+_MAPPED = frozenset(["ring", "_table", "_counts", "_lanes", "_bytes", "_none", "_fast", "_fast_bytes"])
 
 
 class CompressedRows:

@@ -2,16 +2,17 @@
 
 They tell how many rows each lane has had, and which of them are valid.
 
-The steps of a lane are numbered from 0, and no number is used twice; step s is in slot `s % capacity`. There are three
+The steps of a lane are numbered from 0, and no number is used twice; step s is in slot `s % capacity`. There are four
 counters per lane, int64, in memory that other processes may share:
 
     base       the end of the cleared steps
     reserved   raised before rows are written: the end of the steps that may be incomplete
     head       raised after rows are written: the end of the complete steps
+    floor      raised before rows are written whose bytes take the place of older ones': the end of those
 
-The steps `[max(base, reserved - capacity), head)` are valid. A reader without a lock looks at `reserved` again after
-it has gathered rows: rows that are no longer valid may be torn. If a writer is killed while it writes, the rows that it
-was about to overwrite are lost, and the next writer starts at `head`.
+The steps `[max(base, reserved - capacity, floor), head)` are valid. A reader without a lock looks at
+the counters again after it has gathered rows: rows that are no longer valid may be torn. If a writer is killed while it
+writes, the rows that it was about to overwrite are lost, and the next writer starts at `head`.
 
 This rests on the order in which other processes see loads and stores. x86 keeps the order of loads, and that of stores,
 which is all that is needed. ARM and others do not: there `keep_order` keeps it, between the counters and the rows on
@@ -41,17 +42,17 @@ import itertools
 import os
 import platform
 from _thread import allocate_lock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlstructs.checks import UNKNOWN
 from rlstructs.errors import StateError
-from rlstructs.replay.rows.backing import Backing
+from rlstructs.replay.rows.backing import Backing, Heap
 
-BASE, RESERVED, HEAD = range(3)
-N_COUNTERS = 3
+BASE, RESERVED, HEAD, FLOOR = range(4)
+N_COUNTERS = 4
 ALL = slice(None)
 
 
@@ -92,7 +93,7 @@ class Ring:
     """Counters of `n_lanes` lanes with `capacity` rows each.
 
     Args:
-        counters: int64 (3, n_lanes), zeros for a new ring.
+        counters: int64 (4, n_lanes), zeros for a new ring.
         capacity: rows per lane.
 
     Example:
@@ -106,7 +107,7 @@ class Ring:
     def __init__(self, counters: np.ndarray, capacity: int) -> None:
         self.counters = counters
         self.capacity = capacity
-        self.base, self.reserved, self.head = counters
+        self.base, self.reserved, self.head, self.floor = counters
 
     @property
     def n_lanes(self) -> int:
@@ -118,7 +119,7 @@ class Ring:
 
     def oldest(self) -> np.ndarray:
         """Returns the first valid step of each lane, int64 (n_lanes,)."""
-        return np.asarray(np.maximum(self.base, self.reserved - self.capacity))
+        return np.asarray(np.maximum(np.maximum(self.base, self.floor), self.reserved - self.capacity))
 
     def reserve(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
         """Announces a write of `n` rows from `head` on to each of these lanes."""
@@ -130,6 +131,11 @@ class Ring:
         lost = self.reserved[lanes] - self.capacity >= self.head[lanes]
         if lost.any():
             self.base[lanes] = np.where(lost, self.head[lanes], self.base[lanes])
+
+    def drop_before(self, step: int, lane: int) -> None:
+        """Drops the rows of a lane before this step."""
+        self.floor[lane] = max(int(self.floor[lane]), step)
+        keep_order()
 
     def publish(self, lanes: slice | np.ndarray, n: int | np.ndarray) -> None:
         """Announces that `n` rows are complete in each of these lanes."""
@@ -365,14 +371,14 @@ class Clock:
 class Counters:
     """The counters of a store, int64.
 
-    There are three for each lane (see `Ring`), three more (see `Continuity`), and three for the store.
+    There are four for each lane (see `Ring`), three more (see `Continuity`), and three for the store.
 
     Args:
         n_lanes: number of lanes.
         backing: where the bytes are stored.
 
     Attributes:
-        shown: the private counters that this process uses for reading while others write, int64 (3, n_lanes); None if
+        shown: the private counters that this process uses for reading while others write, int64 (4, n_lanes); None if
             it uses the shared ones.
     """
 
@@ -389,7 +395,7 @@ class Counters:
 
     @property
     def shared(self) -> np.ndarray:
-        """The counters that all processes share, int64 (3, n_lanes)."""
+        """The counters that all processes share, int64 (4, n_lanes)."""
         return self._of_lanes()[:N_COUNTERS]
 
     @property
@@ -404,7 +410,7 @@ class Counters:
         return self._block.bytes().view(np.int64)[:-N_NOTES].reshape(N_COUNTERS + N_NUMBERS, -1)
 
     def read(self) -> np.ndarray:
-        """Returns the counters that this process reads by, int64 (3, n_lanes)."""
+        """Returns the counters that this process reads by, int64 (4, n_lanes)."""
         return self.shared if self.shown is None else self.shown
 
     def following(self) -> np.ndarray:
@@ -418,7 +424,7 @@ class Counters:
         """Pins the counters that this process reads by.
 
         Args:
-            shown: int64 (3, n_lanes).
+            shown: int64 (4, n_lanes).
             following: int64 (n_lanes,), the steps that follow the rows up to these heads: others that have written
                 more rows may have left a gap since.
             settle: waits until no other process writes.
@@ -464,7 +470,15 @@ class Counters:
         return move
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "shown": None, "_settle": None}
+        return {**vars(self), "shown": None, "_settle": None, "n_counters": N_COUNTERS}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        if vars(self).pop("n_counters", FLOOR) == FLOOR:  # pickled by 0.2, which had no floors
+            old = self._block.bytes().view(np.int64)
+            n_lanes = (old.size - N_NOTES) // (FLOOR + N_NUMBERS)
+            Counters.__init__(self, n_lanes, Heap())
+            self._block.bytes().view(np.int64)[...] = np.insert(old, FLOOR * n_lanes, np.zeros(n_lanes, np.int64))
 
 
 LANE, SLOT = "lane", "slot"
@@ -587,7 +601,7 @@ class Continuity:
         numbers: int64 (3, n_lanes), zeros for lanes of which nothing is known.
 
     Example:
-        >>> continuity, ring = Continuity(np.zeros((N_NUMBERS, 1), np.int64)), Ring(np.zeros((3, 1), int), 9)
+        >>> continuity, ring = Continuity(np.zeros((N_NUMBERS, 1), np.int64)), Ring(np.zeros((4, 1), int), 9)
         >>> lane, four = np.array([0]), np.array([4])
         >>> ring.publish(lane, 4)
         >>> continuity.record(lane, np.array([100]), four, ring)  # steps 100 to 103 of some environment

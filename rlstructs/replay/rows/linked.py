@@ -18,7 +18,7 @@ from rlstructs.errors import StateError
 from rlstructs.replay.rows.backing import Backing
 from rlstructs.replay.rows.columns import Columns, pieces
 from rlstructs.replay.rows.compressed import CompressedBlock
-from rlstructs.replay.rows.lanes import ALL, LANE
+from rlstructs.replay.rows.lanes import ALL, BASE, HEAD, LANE
 from rlstructs.replay.rows.spec import Spec
 
 # Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
@@ -90,7 +90,7 @@ class LinkedColumns(Columns):
     Example:
         >>> from rlstructs.replay.rows.lanes import Ring
         >>> columns = LinkedColumns(n_lanes=1, capacity=4)
-        >>> columns.ring = Ring(np.zeros((3, 1), np.int64), 4)
+        >>> columns.ring = Ring(np.zeros((4, 1), np.int64), 4)
         >>> columns.add("obs", Spec(np.dtype(np.int64)))
         >>> columns.link("obs_next", "obs")
         >>> block = {"obs": np.array([[1, 2, 5]]), "obs_next": np.array([[2, 3, 6]])}  # an episode ends with 3
@@ -406,7 +406,7 @@ def fill_unlinked(
         arrays: `at` and `newest` of `LinkedColumns.link_arrays`.
         values: its `values`, in pieces.
         n_slots: how many slots of each lane the file holds.
-        counters: of the ring, int64 (3, n_lanes).
+        counters: of the ring, int64 (4, n_lanes).
     """
     spec, every = columns.specs[name], slice(None)
     for start, n in pieces(n_slots, spec.nbytes * columns.n_lanes):
@@ -420,7 +420,7 @@ def fill_unlinked(
     for start, piece in values:
         part = slice(start, start + len(piece))
         columns.put_rows(name, rows[part][fits[part]], columns.converted(name, piece[fits[part]], spec))
-    base, _, head = counters
+    base, head = counters[BASE], counters[HEAD]
     slots = (head - 1) % columns.capacity
     lanes = np.flatnonzero((head > base) & (slots < n_slots))
     columns.put_rows(name, columns.rows(lanes, slots[lanes]), columns.converted(name, arrays["newest"][lanes], spec))

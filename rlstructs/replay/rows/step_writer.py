@@ -114,6 +114,8 @@ class StepWriter:
             plan = self._make_plan(n)
         if not self._can_write or not tensors or not (fills or len(tensors) == len(plan)):
             return None
+        if n_timesteps > 1 and n_timesteps > storage.columns.most_rows_at_once:
+            return None
         copied = None if is_row or not self._is_block(lanes, n_timesteps) else self._copies.pick(tensors, fills, live)
         values = [] if copied is not None else self._take(plan, tensors, convert, fills, live)
         if values is None:

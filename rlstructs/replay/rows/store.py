@@ -111,7 +111,8 @@ class Storage(CopiedWhole):
 
     def _map(self) -> None:
         columns, self.clock.notes = self.columns, self.counters.notes
-        columns.ring = self.ring = Ring(self.counters.read(), columns.capacity)
+        self.ring = Ring(self.counters.read(), columns.capacity)
+        columns.use(self.ring)
         columns.clock = self.clock
         # Spans have these: they live longer than columns, whose memory they would keep.
         self._ids, self._view = RowIds(columns.n_lanes, columns.capacity, columns.order), None
@@ -171,7 +172,7 @@ class Storage(CopiedWhole):
         """Sets the counters and episodes of a file.
 
         Args:
-            counters: int64 (3, n_lanes).
+            counters: int64 (4, n_lanes).
             episodes: int32 (n_lanes, n_slots, 2); None if the rows of each lane are one episode.
             following: int64 (n_lanes,), the result of `Continuity.following`.
         """
@@ -235,7 +236,7 @@ class Storage(CopiedWhole):
     ) -> None:  # fmt: skip
         """Appends up to T rows to each of n lanes.
 
-        If T exceeds the capacity, the last rows remain.
+        If T exceeds the capacity, or what `max_bytes` of the columns leaves, the last rows remain.
 
         Args:
             block: name -> (n, T, ...), at least one; rows of the other columns become unwritten.
@@ -251,20 +252,20 @@ class Storage(CopiedWhole):
         block = self.columns.check_block(block, lead)
         if self.episodes is not None and done is None:
             done = np.zeros(lead, bool)
-        n_timesteps, capacity = lead[1], self.columns.capacity
+        n_timesteps, most = lead[1], self.columns.most_rows_at_once
         with self.lock:
             self.counters.check_writable()
             self.clock.count()
-            if n_timesteps <= capacity:
+            if n_timesteps <= most:
                 self._write(block, lanes, n_timesteps, lengths, done, starts)
                 return
-            for start in range(0, n_timesteps, capacity):
-                part = slice(start, start + capacity)
+            for start in range(0, n_timesteps, most):
+                part = slice(start, start + most)
                 self._write(
                     {name: values[:, part] for name, values in block.items()},
                     lanes,
-                    min(capacity, n_timesteps - start),
-                    None if lengths is None else (lengths - start).clip(0, capacity),
+                    min(most, n_timesteps - start),
+                    None if lengths is None else (lengths - start).clip(0, most),
                     None if done is None else done[:, part],
                     None if starts is None else starts[:, part],
                 )
@@ -428,7 +429,9 @@ class Storage(CopiedWhole):
             at = np.arange(len(rows))
             for attempt in range(MAX_REDRAWS):
                 first = find_first(view, left)
-                torn = view.steps(first) < self.ring.reserved[self.columns.lanes(first)] - self.ring.capacity
+                steps, lanes = view.steps(first), self.columns.lanes(first)
+                torn = steps < self.ring.reserved[lanes] - self.ring.capacity
+                torn |= (steps < self.ring.floor[lanes]) & view.holds(first, steps)  # its bytes were taken meanwhile
                 if not torn.any():
                     return arrays
                 time.sleep(0.001 * (attempt > MAX_REDRAWS // 10))

@@ -15,6 +15,7 @@ from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.intake import ERROR, FILL, GROW
+from rlstructs.replay.rows.compression import Compression, Setting
 
 # The settings that tianshou has as well, in the order of its `options`.
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")
@@ -103,10 +104,12 @@ class Options:
     gamma: float
     new_keys: str
     missing_keys: str
-    compression: Any = None
+    compression: Setting = None
 
     def __post_init__(self) -> None:
         self.stack_num = check_count("stack_num", self.stack_num)
+        if isinstance(self.compression, Compression):
+            self.compression = self.compression.to_json()  # as it stands in files
         for name in THEIRS[1:]:
             setattr(self, name, bool(getattr(self, name)))
         if self.new_keys not in (ERROR, GROW) or self.missing_keys not in (ERROR, FILL):

@@ -73,7 +73,9 @@ class Running:
         if self._first is None:
             self._first, self._low = columns.at_steps(slice(None), self.begins), int(self.begins.min())
         index = columns.at_steps(lanes, heads)
-        if self._low >= np.maximum.reduce(ring.reserved) - ring.capacity:  # no first row is overwritten
+        if self._low >= max(
+            np.maximum.reduce(ring.reserved) - ring.capacity, np.maximum.reduce(ring.floor)
+        ):  # all there
             first = self._first[lanes].copy()
         else:
             first = columns.at_steps(lanes, np.maximum(self.begins[lanes], ring.oldest()[lanes]))
@@ -91,9 +93,10 @@ class Running:
 
         It takes a third of the time of `add`.
         """
-        capacity = self._storage.ring.capacity
+        ring = self._storage.ring
+        capacity = ring.capacity
         total, length = self.returns.item() + reward, self.lengths.item() + 1
-        start = max(self.begins.item(), head + 1 - capacity)
+        start = max(self.begins.item(), head + 1 - capacity, ring.floor.item(0))
         if done:
             self.begins[0], self._first = head + 1, None
         self.returns[0], self.lengths[0] = (0.0, 0) if done else (total, length)

@@ -278,7 +278,7 @@ class _Ends:
         if is_same and counters == self._counters:
             return self._shown
         flags = [columns.flat[name] for name in FLAGS]
-        _, reserved, heads = np.frombuffer(counters, np.int64).reshape(ring.counters.shape)
+        _, reserved, heads, _ = np.frombuffer(counters, np.int64).reshape(ring.counters.shape)
         if is_same and (self._heads <= heads).all():
             low = np.maximum(self._heads, reserved - ring.capacity)
             rows = numbered(columns, low, np.maximum(reserved - low, 0))

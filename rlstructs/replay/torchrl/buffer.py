@@ -20,7 +20,7 @@ from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.trajectories import take_trajectories
 from rlstructs.replay.keep.checks import Claims
-from rlstructs.replay.rows.compressed import Compression
+from rlstructs.replay.rows.compression import Compression
 from rlstructs.replay.torchrl import editing, keeping
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.batches import Sampling

@@ -16,7 +16,7 @@ from rlstructs.checks import check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.rows.backing import Folder, FolderBlock
 from rlstructs.replay.rows.columns import Columns
-from rlstructs.replay.rows.compressed import Setting
+from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.rows.lanes import LANE
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.on_device import TensorColumns
