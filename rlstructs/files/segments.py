@@ -44,12 +44,15 @@ class Cut:
         shape: the shape in which the array is cut.
         axis: the axis of slots; all arrays of a group have as many.
         capacity: the most slots that there can be, which decides how many are in a file.
+        row_bytes: None; or, of an array of bytes whose slots have different numbers of them, how many an item of
+            `shape` usually has. Such an array is cut along its first axis, and its parts have one axis.
     """
 
     group: str
     shape: tuple[int, ...]
     axis: int
     capacity: int
+    row_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,9 @@ def _describe_group(cuts: Mapping[str, Cut], content: Content) -> dict[str, Any]
     for name, cut in cuts.items():
         dtype, shape = content.arrays[name].dtype, [*cut.shape]
         shape[cut.axis] = 1
-        n_bytes += dtype.itemsize * math.prod(shape)
+        n_bytes += (dtype.itemsize if cut.row_bytes is None else cut.row_bytes) * math.prod(shape)
         described[name] = [dtype.name, content.dtypes.get(name), shape, cut.axis]
+        described[name] += [] if cut.row_bytes is None else [cut.row_bytes]
     per_file = max(-(-first.capacity // MOST_FILES), -(-LEAST_BYTES // max(n_bytes, 1)))
     return {"per_file": per_file, "n_slots": n_slots, "arrays": described}
 
@@ -232,6 +236,7 @@ class _CutArray:
         axis: the axis of slots.
         group: its group.
         per_file: slots per file.
+        is_ragged: whether slots have different numbers of bytes; see `Cut.row_bytes`.
     """
 
     dtype: np.dtype
@@ -240,6 +245,7 @@ class _CutArray:
     axis: int
     group: str
     per_file: int
+    is_ragged: bool
 
     @property
     def n_slots(self) -> int:
@@ -265,7 +271,7 @@ class SegmentReader:
 
     def __init__(self, folder: Path, whole: Reader, header: Mapping[str, Any]) -> None:
         self._folder, self._whole, self.text = folder, whole, whole.text
-        self.opened, self._name = contextlib.ExitStack(), ""
+        self.opened, self._name, self._ends = contextlib.ExitStack(), "", dict[str, np.ndarray]()
         self._archive: Reader | None = None
         state = header["state"]
         self.state, self.cut = state["own"], dict[str, _CutArray]()
@@ -273,13 +279,15 @@ class SegmentReader:
             if not (group.replace("_", "").isalnum() and group.isascii()):  # it is part of file names
                 raise ValueError(f"{group!r} is not a group of arrays")
             per_file, n_slots = _count(known["per_file"], 1), _count(known["n_slots"], 0)
-            for name, (dtype, _, shape, axis) in known["arrays"].items():
+            for name, (dtype, _, shape, axis, *row_bytes) in known["arrays"].items():
                 cut_shape = [_count(n, 0) for n in shape]
                 cut_shape[_count(axis, 0)] = n_slots
                 own = tuple(_count(n, 0) for n in state["shapes"][name])
-                if math.prod(own) != math.prod(cut_shape) or name in header["arrays"] or name in self.cut:
+                fits = len(own) == 1 and dtype == "uint8" if row_bytes else math.prod(own) == math.prod(cut_shape)
+                if not fits or name in header["arrays"] or name in self.cut:
                     raise ValueError(f"the shape of {name!r} is not that of its files")
-                self.cut[name] = _CutArray(DTYPES[dtype], own, tuple(cut_shape), axis, group, per_file)
+                place = axis, group, per_file, bool(row_bytes)
+                self.cut[name] = _CutArray(DTYPES[dtype], own, tuple(cut_shape), *place)
 
     def spec_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         if name not in self.cut:
@@ -300,7 +308,10 @@ class SegmentReader:
         path = self._folder / _file_name(next(iter(cuts.values())).group, number)
         with layout.open_reader(path) as (reader, header):
             layout.check_class(path, header, KIND)
-            wanted = {name: (cut.dtype, cut.piece_shape(start, stop)) for name, cut in cuts.items()}
+            wanted = {
+                name: (cut.dtype, reader.spec_of(name)[1][:1] if cut.is_ragged else cut.piece_shape(start, stop))
+                for name, cut in cuts.items()
+            }
             if header["state"] != {"slots": [start, stop]} or header["arrays"].keys() != cuts.keys():
                 raise ValueError("it is another file of the folder")
             if any(reader.spec_of(name) != spec for name, spec in wanted.items()):
@@ -310,6 +321,8 @@ class SegmentReader:
     def read_into(self, name: str, array: np.ndarray, first: int = 0) -> None:
         if name not in self.cut:
             self._whole.read_into(name, array, first)
+        elif self.cut[name].is_ragged:
+            self._read_ragged(name, array, first)
         elif self.cut[name].axis == 0:
             self._read_in_order(name, array.reshape(-1), first)
         else:
@@ -343,6 +356,29 @@ class SegmentReader:
             part = numbers[done : done + per_file - skipped]
             self._open(cut.group, number).read_into(name, part, skipped)
             done += part.size
+
+    def _read_ragged(self, name: str, array: np.ndarray, first: int) -> None:
+        """Reads bytes of an array of which each file has its own number of bytes."""
+        cut, done = self.cut[name], 0
+        ends = self._ends_of(name)
+        for number in range(int(np.searchsorted(ends, first, side="right")), len(ends)):
+            begin = int(ends[number - 1]) if number else 0
+            part = array[done : int(ends[number]) - first]
+            self._open(cut.group, number).read_into(name, part, first + done - begin)
+            done += part.size
+            if done == array.size:
+                return
+        if done < array.size:
+            raise ValueError(f"its files have {done} bytes of {name!r}, expected {array.size}")
+
+    def _ends_of(self, name: str) -> np.ndarray:
+        """Returns where the bytes of each file end in an array, int64."""
+        if name not in self._ends:
+            cut, sizes = self.cut[name], []
+            for number, _ in enumerate(_segments(cut.n_slots, cut.per_file)):
+                sizes.append(self._open(cut.group, number).spec_of(name)[1][0])
+            self._ends[name] = np.cumsum(sizes, dtype=np.int64)
+        return self._ends[name]
 
     def _read_across(self, name: str, array: np.ndarray, first: int) -> None:
         """Reads slots of an array whose files hold some slots of every lane.

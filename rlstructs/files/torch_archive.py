@@ -126,8 +126,11 @@ def as_values(array: Any) -> Any:
 def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
     """Yields flat pieces `(n,)` of an array, in C order.
 
-    Each has up to `AT_ONCE` bytes, or one item.
+    Each has up to `AT_ONCE` bytes, or one item; or as many as an object that says so gives at a time.
     """
+    if hasattr(values, "pieces"):
+        yield from values.pieces()
+        return
     if values.flags.c_contiguous:
         values = values.reshape(-1)
     if values.nbytes <= AT_ONCE or values.size == 1:

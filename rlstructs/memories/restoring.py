@@ -18,10 +18,13 @@ from rlstructs.replay.intake.roles import ENDS
 from rlstructs.replay.keep.checks import dtype_called, row_shape, whole
 from rlstructs.replay.keep.restoring import (
     EPISODES,
+    LENGTHS,
     MORE,
+    PACKED,
     RING,
     ROWS,
     SavedArrays,
+    check_column,
     count_bytes,
     make_room,
     restore_columns,
@@ -70,6 +73,8 @@ class MemoryForm(Form):
         return KIND
 
     def name(self, name: str) -> str:
+        if name.startswith((PACKED, LENGTHS)):  # no tensor has such a name
+            return f"__{name}__"
         return NAMES.get(name, name.removeprefix(ROWS))
 
     def group(self, arrays: str, number: int) -> str:
@@ -84,7 +89,8 @@ class MemoryForm(Form):
 
     def read(self, buffer: StoredTensors, path: Path, arrays: SavedArrays, state: Mapping[str, Any]) -> Found:
         n_slots, n_lanes = check_sizes(buffer._tensors, path, state)
-        stored = {name: self.name(name) for name in (*NAMES, *(ROWS + tensor for tensor in state["tensors"]))}
+        own = [kind + tensor for tensor in state["tensors"] for kind in (ROWS, PACKED, LENGTHS)]
+        stored = {name: self.name(name) for name in (*NAMES, *own)}
         found = arrays.renamed({name: each for name, each in stored.items() if each in arrays.specs})
         dtype, shape = found.specs.get(EPISODES, (None, ()))
         if dtype is not None and shape == (n_slots * n_lanes, 2):
@@ -92,7 +98,7 @@ class MemoryForm(Form):
         sizes = {"n_lanes": n_lanes, "capacity": n_slots, "alignment": n_slots, "n_slots": n_slots}
         specs = check_tensors(buffer._tensors, path, state["tensors"])
         for name, spec in specs.items():
-            found.check(ROWS + name, spec.dtype, (n_slots, n_lanes, *spec.shape))
+            check_column(buffer._storage.columns, found, name, spec, n_slots)
         if EPISODES in found.specs:
             found.check(EPISODES, np.int32, (n_slots, n_lanes, 2))
         elif ends := [name for name in specs if name in ENDS]:

@@ -203,8 +203,9 @@ class View:
 
     def is_taken(self, rows: np.ndarray) -> np.ndarray:
         """Marks rows whose slots, or whose bytes, a writer has taken for newer rows, bool."""
-        end = np.maximum(self._of_lanes(self._reserved) - self.columns.capacity, self._of_lanes(self._floor))
-        return np.asarray(self.steps(rows) < end[self.columns.lanes(rows)])
+        steps, lanes = self.steps(rows), self.columns.lanes(rows)
+        has_left = (steps >= 0) & (steps < self._of_lanes(self._floor)[lanes])
+        return np.asarray(has_left | (steps + self.columns.capacity < self._of_lanes(self._reserved)[lanes]))
 
     def shifted(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
         """Returns the row ids of the rows `by` steps later in their lanes."""

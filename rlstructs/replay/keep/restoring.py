@@ -12,7 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from rlstructs.files.archives import Reader
-from rlstructs.replay.rows.columns import pieces
+from rlstructs.replay.rows.columns import Columns, pieces
+from rlstructs.replay.rows.compressed import CompressedRows
+from rlstructs.replay.rows.compression import check_row
 from rlstructs.replay.rows.episodes import Episodes
 from rlstructs.replay.rows.lanes import HEAD, LANE, REWRITES, Ring, RowIds
 from rlstructs.replay.rows.linked import LinkedColumns, fill_unlinked
@@ -21,6 +23,9 @@ from rlstructs.replay.rows.store import Storage
 
 # Names of arrays in a file. Those of columns begin with ROWS, so they differ from all others.
 ROWS, RING, EPISODES, LINKS, MORE = "rows/", "ring", "episodes", "links/", "more/"
+# Prefixes of the two arrays of a compressed column: the bytes of its rows, uint8 (n_bytes,), one slot of all lanes
+# after another; and how many each row has, int32 (n_slots, n_lanes), 0 for an unwritten one.
+PACKED, LENGTHS = "packed/", "lengths/"
 # Prefix of the encoded text of a column of objects.
 OBJECTS = "objects/"
 # Prefix of the arrays of an inner buffer.
@@ -83,6 +88,21 @@ class SavedArrays:
             self._reader.read_into(self._names[name], array, start * size)
             yield start, array
 
+    def packed(self, name: str, spec: Spec) -> Iterator[tuple[np.ndarray, list[bytes]]]:
+        """Reads the rows of a compressed column in pieces.
+
+        Yields the numbers of some rows, one slot of all lanes after another, and the bytes of each.
+        """
+        lengths = self.read(LENGTHS + name).reshape(-1)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        for start, n in pieces(lengths.size, spec.nbytes):
+            last, first = ends[start : start + n], int(ends[start] - lengths[start])
+            data = np.empty(int(last[-1]) - first, np.uint8)
+            self._reader.read_into(self._names[PACKED + name], data, first)
+            held, begins = data.tobytes(), last - lengths[start : start + n] - first
+            bounds = zip(begins.tolist(), (last - first).tolist(), strict=True)
+            yield np.arange(start, start + n), [held[low:high] for low, high in bounds]
+
     def slots(self, names: Collection[str], rows: RowIds, n_slots: int) -> Iterator[tuple[str, int, np.ndarray]]:
         """Reads arrays some slots at a time, all arrays in turns.
 
@@ -130,7 +150,7 @@ def count_bytes(
             n_bytes += spec.nbytes * n_slots  # it gets rows of its own
         elif name not in columns.links and name not in linked:
             n_bytes += columns.nbytes_of(name, spec) * (n_untouched if is_there else capacity)
-    read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, INNER))]
+    read = [spec for name, spec in arrays.specs.items() if not name.startswith((ROWS, PACKED, INNER))]
     n_read = sum(dtype.itemsize * math.prod(shape) for dtype, shape in read)
     # Finding out what is available takes as long as reading thousands of rows.
     is_little = n_read <= max(BYTES_OF_ALL, BYTES_OF_ROW * columns.n_rows)
@@ -208,9 +228,12 @@ def restore_columns(
     try:
         for name in [name for name in columns.links if name not in linked]:
             cast(LinkedColumns, columns).unlink(name)
-        own = [ROWS + name for name, spec in columns.specs.items() if name not in linked and not spec.is_object]
-        for name, start, rows in arrays.slots(own, columns, n_slots):
+        own = [name for name, spec in columns.specs.items() if name not in linked and not spec.is_object]
+        for name, start, rows in arrays.slots([ROWS + name for name in own], columns, n_slots):
             columns.restore_slots(name.removeprefix(ROWS), start, rows)
+        for name in own:
+            if PACKED + name in arrays.specs:
+                _restore_packed(columns, arrays, name)
         for name, source in linked.items():
             values = arrays.pieces(f"{LINKS}{name}/values")
             if name in columns.links:
@@ -219,3 +242,43 @@ def restore_columns(
                 fill_unlinked(columns, name, source, links[name], values, n_slots, counters)
     finally:
         columns.use(storage.ring)
+
+
+def check_column(columns: Columns, arrays: SavedArrays, name: str, spec: Spec, n_slots: int) -> None:
+    """Checks the arrays of a column in a file.
+
+    Raises:
+        ValueError, KeyError: they do not hold the rows of these slots.
+    """
+    if PACKED + name not in arrays.specs:
+        arrays.check(ROWS + name, spec.dtype, (*columns.lead(n_slots), *spec.shape))
+        return
+    lengths = arrays.read(LENGTHS + name, np.int32, (n_slots, columns.n_lanes))
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= spec.nbytes:
+        raise ValueError(f"rows of {name!r} have from {lengths.min()} to {lengths.max()} bytes, expected {spec.nbytes}")
+    arrays.check(PACKED + name, np.uint8, (int(lengths.sum(dtype=np.int64)),))
+    decodes = columns.compression.level_of(name, spec) is None or spec.dtype == bool
+    for rows, data in arrays.packed(name, spec):
+        for row, each in zip(_ids_of(columns, rows).tolist(), data, strict=True):
+            if each:
+                check_row(name, row, each, spec, decodes)
+
+
+def _restore_packed(columns: Columns, arrays: SavedArrays, name: str) -> None:
+    """Reads a column that is compressed in the file."""
+    spec, flat = columns.specs[name], columns.flat[name]
+    for rows, data in arrays.packed(name, spec):
+        ids = _ids_of(columns, rows)
+        if isinstance(flat, CompressedRows):
+            flat.put_packed(ids, data)
+            continue
+        values = np.full((len(data), *spec.shape), spec.unwritten, spec.dtype)
+        for at, each in enumerate(data):
+            if each:
+                values[at] = np.frombuffer(check_row(name, int(ids[at]), each, spec), spec.dtype).reshape(spec.shape)
+        columns.put_rows(name, ids, columns.converted(name, values, spec))
+
+
+def _ids_of(columns: Columns, numbers: np.ndarray) -> np.ndarray:
+    """Returns the row ids of rows that are numbered one slot of all lanes after another."""
+    return columns.rows(numbers % columns.n_lanes, numbers // columns.n_lanes)

@@ -30,12 +30,15 @@ from rlstructs.replay.keep.checks import (
 from rlstructs.replay.keep.restoring import (
     EPISODES,
     INNER,
+    LENGTHS,
     LINKS,
     MORE,
     OBJECTS,
+    PACKED,
     RING,
     ROWS,
     SavedArrays,
+    check_column,
     count_bytes,
     make_room,
     restore_columns,
@@ -164,6 +167,9 @@ def contents(buffer: Stored) -> Contents:
             arrays |= {f"{LINKS}{name}/{part}": array for part, array in columns.link_arrays(name).items()}
         elif spec.is_object:
             arrays[OBJECTS + name] = object_files.to_json(name, _held_objects(buffer, name, n_slots))
+        elif columns.is_compressed(name):
+            packed = columns.flat[name].packed(n_slots)
+            arrays |= {PACKED + name: packed, LENGTHS + name: packed.lengths}
         else:
             arrays[ROWS + name] = columns.slots_to_file(name, n_slots)
             dtypes |= {ROWS + name: "bfloat16"} if spec.is_bfloat16 else {}
@@ -380,7 +386,7 @@ def _columns_in(
             if not buffer._intake.keeps_objects(name) or name in linked or dtype != np.uint8 or len(shape) != 1:
                 raise ValueError(f"column {name!r} cannot be of objects")
         elif name not in linked:
-            arrays.check(ROWS + name, spec.dtype, (*lead, *spec.shape))
+            check_column(columns, arrays, name, spec, state["n_slots"])
     for name, source in linked.items():
         if type(source) is not str or source != source_of(name) or source in linked:
             raise ValueError(f"column {name!r} cannot be stored through {source!r}")

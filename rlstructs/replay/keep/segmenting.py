@@ -10,10 +10,13 @@ import numpy as np
 
 from rlstructs.files.segments import Content, Cut
 from rlstructs.replay.draw.priorities import TREE_LEAVES
-from rlstructs.replay.keep.restoring import EPISODES, INNER, MORE, ROWS
+from rlstructs.replay.keep.restoring import EPISODES, INNER, LENGTHS, MORE, PACKED, ROWS
 from rlstructs.replay.keep.saving import contents, restorer, used_slots
 from rlstructs.replay.keep.stored import Stored
 from rlstructs.replay.rows.store import Storage
+
+# By how much compressed rows are usually smaller, which decides how many are in a file.
+USUAL_RATIO = 32
 
 __all__ = ["cut_contents", "marks_of", "restorer"]
 
@@ -36,6 +39,11 @@ def cut_contents(buffer: Stored, since: Marks) -> Content:
         for role, (group, shape) in parts.items():
             if (name := form.name(prefix + role)) in arrays:
                 cuts[name] = Cut(form.group(group, number), shape, columns.slot_axis, capacity)
+        for column, spec in columns.specs.items():
+            for kind, row_bytes in ((LENGTHS, None), (PACKED, max(1, spec.nbytes // USUAL_RATIO))):
+                if (name := form.name(prefix + kind + column)) in arrays:
+                    shape = n_slots, columns.n_lanes
+                    cuts[name] = Cut(form.group("rows", number), shape, 0, capacity, row_bytes)
         # The program may write to live tensors at any time.
         found = None if storage.clock.is_exposed else find_changed(storage, since.get(prefix))
         if found is not None:

@@ -12,7 +12,7 @@ With a limit the memory may be smaller; where it is full, the oldest rows of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,8 @@ SEGMENT = 1 << 16
 # Of a lane: the segment that is written, its bytes that are taken, and how many segments were ever written.
 CURRENT, TAKEN, USED = range(3)
 N_STATE = 3
+# Rows whose bytes are put together at a time for a file.
+ROWS_AT_ONCE = 1 << 10
 # Bytes of bookkeeping that a row takes.
 BYTES_PER_ROW = 8
 # Of a lane with a limit: the least number of segments, and how many there are if rows are small.
@@ -44,7 +46,7 @@ class CompressedBlock:
     Args:
         name: of the column.
         spec: of the column.
-        ids: the row ids of the store.
+        ids: the row ids of the store, which are copied.
         level: zstd's.
         backing: where the bytes are stored.
         max_bytes: that the rows of all lanes take at most; None for no limit.
@@ -59,7 +61,7 @@ class CompressedBlock:
         self, name: str, spec: Spec, ids: RowIds, level: int, backing: Backing, max_bytes: int | None = None
     ) -> None:
         self._name, self.spec, self.level, self._max_bytes = name, spec, level, max_bytes
-        self._ids = RowIds(ids.n_lanes, ids.capacity, ids.order)
+        self.ids = RowIds(ids.n_lanes, ids.capacity, ids.order)
         most = MOST_BYTES if max_bytes is None else max_bytes // ids.n_lanes
         self._segment = (
             max(1, min(SEGMENT // spec.nbytes, ids.capacity, most // MANY_SEGMENTS // spec.nbytes)) * spec.nbytes
@@ -78,16 +80,16 @@ class CompressedBlock:
         self._allocate(backing)
 
     def _allocate(self, backing: Backing) -> None:
-        n_lanes = self._ids.n_lanes
-        n_numbers = self._ids.n_rows + n_lanes * (self._n_segments + N_STATE)
+        n_lanes = self.ids.n_lanes
+        n_numbers = self.ids.n_rows + n_lanes * (self._n_segments + N_STATE)
         self._numbers = backing.allocate(self._name, 8 * n_numbers, sparse=True)
         self._memory = backing.allocate(self._name, n_lanes * self._n_segments * self._segment, sparse=True)
         self._map()
 
     def _map(self) -> None:
-        n_lanes, numbers = self._ids.n_lanes, self._numbers.bytes().view(np.int64)
-        self._first_state = self._ids.n_rows + n_lanes * self._n_segments
-        table, counts, lanes = np.split(numbers, [self._ids.n_rows, self._first_state])
+        n_lanes, numbers = self.ids.n_lanes, self._numbers.bytes().view(np.int64)
+        self._first_state = self.ids.n_rows + n_lanes * self._n_segments
+        table, counts, lanes = np.split(numbers, [self.ids.n_rows, self._first_state])
         self._table, self._counts = table, counts.reshape(n_lanes, self._n_segments)
         self._lanes, self._bytes = lanes.reshape(n_lanes, N_STATE), self._memory.bytes()
         # Single numbers and slices of these take half the time.
@@ -96,7 +98,7 @@ class CompressedBlock:
 
     def rows(self, ring: Ring | None = None) -> CompressedRows:
         """Returns the column, `(n_rows, *shape)`, by row id; `ring` has the counters of the store."""
-        self.ring, n_rows = ring, self._ids.n_rows
+        self.ring, n_rows = ring, self.ids.n_rows
         return CompressedRows(self, np.arange(n_rows, dtype=np.int32 if n_rows < 1 << 31 else np.int64))
 
     def bytes(self) -> np.ndarray:
@@ -111,7 +113,7 @@ class CompressedBlock:
 
     def beside(self, name: str, spec: Spec, backing: Backing) -> CompressedBlock:
         """Makes the memory of another column like this one."""
-        return CompressedBlock(name, spec, self._ids, self.level, backing, self._max_bytes)
+        return CompressedBlock(name, spec, self.ids, self.level, backing, self._max_bytes)
 
     @property
     def most_rows(self) -> int:
@@ -133,9 +135,9 @@ class CompressedBlock:
 
     def write(self, rows: np.ndarray, values: Any) -> None:
         """Writes rows (n,) by their ids; values are `(n, *shape)`, or one number for all of them."""
-        lanes = self._ids.lanes(rows)
+        lanes = self.ids.lanes(rows)
         for row, lane, data in zip(rows.tolist(), lanes.tolist(), self._encoded(rows.size, values), strict=True):
-            self._put(row, lane, data)
+            self.put(row, lane, data)
 
     def _encoded(self, n: int, values: Any) -> Iterator[Any]:
         """Yields the bytes of n rows; None for unwritten ones."""
@@ -156,8 +158,8 @@ class CompressedBlock:
         data = compress(raw)
         return data if len(data) < self.spec.nbytes else raw
 
-    def _put(self, row: int, lane: int, data: Any) -> None:
-        """Appends the bytes of a row to its lane's segments."""
+    def put(self, row: int, lane: int, data: Any) -> None:
+        """Appends the bytes of a row to its lane's segments; None for an unwritten one."""
         numbers, entry = self._fast, 0
         if data is not None:
             n, state = len(data), self._first_state + lane * N_STATE
@@ -169,11 +171,11 @@ class CompressedBlock:
             start = segment * self._segment + taken
             self._fast_bytes[start : start + n] = data
             entry, numbers[state + TAKEN] = start << LENGTH_BITS | n, taken + n
-            numbers[self._ids.n_rows + segment] += 1  # first: a writer that is killed leaves too many, never too few
+            numbers[self.ids.n_rows + segment] += 1  # first: a writer that is killed leaves too many, never too few
             keep_order()
         before, numbers[row] = numbers[row], entry
         if before:
-            numbers[self._ids.n_rows + (before >> LENGTH_BITS) // self._segment] -= 1
+            numbers[self.ids.n_rows + (before >> LENGTH_BITS) // self._segment] -= 1
 
     def _begin_segment(self, lane: int) -> None:
         """Finds the next segment to write: the lowest that is free, while another one is left."""
@@ -191,7 +193,7 @@ class CompressedBlock:
 
         Rows are read while they move: each has bytes at its place at any time.
         """
-        rows = self._ids.rows(lane, np.arange(self._ids.capacity))
+        rows = self.ids.rows(lane, np.arange(self.ids.capacity))
         rows = rows[self._table[rows] != 0]
         places = self._table[rows]
         segments = (places >> LENGTH_BITS) // self._segment - lane * self._n_segments
@@ -204,7 +206,7 @@ class CompressedBlock:
             return
         self._lanes[lane] = np.flatnonzero(taken == 0)[0], 0, self._n_segments
         for row in rows[np.isin(segments, smallest)].tolist():
-            self._put(row, lane, bytes(self.read(row)))
+            self.put(row, lane, bytes(self.read(row)))
 
     def _drop_oldest(self, lane: int, rows: np.ndarray, segments: np.ndarray) -> None:
         """Drops the oldest rows of a lane, until a segment has none.
@@ -213,14 +215,14 @@ class CompressedBlock:
         """
         assert self.ring is not None
         head = int(self.ring.head[lane])
-        steps = self._ids.steps(rows, min(int(self.ring.reserved[lane]), head + self.most_rows) - 1)
+        steps = self.ids.steps(rows, min(int(self.ring.reserved[lane]), head + self.most_rows) - 1)
         newest = np.full(self._n_segments, -1)
         np.maximum.at(newest, segments, steps)
         newest = newest[(newest >= 0) & (newest < head - 1)]
         end = int(newest.min(initial=head - 2)) + 1
         self.ring.drop_before(end, lane)
         for row in rows[steps < end].tolist():
-            self._put(row, lane, None)
+            self.put(row, lane, None)
 
     def read(self, row: int) -> memoryview:
         """Returns the bytes of a row, a view; none of an unwritten one."""
@@ -229,6 +231,10 @@ class CompressedBlock:
     def _at(self, entry: int) -> memoryview:
         start = entry >> LENGTH_BITS
         return self._fast_bytes[start : start + (entry & LENGTH_MASK)]
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the bytes that rows take, int32; 0 for unwritten ones."""
+        return np.asarray(self._table[rows] & LENGTH_MASK, np.int32)
 
     def decode(self, rows: np.ndarray) -> np.ndarray:
         """Returns rows by their ids, `(*rows.shape, *shape)`.
@@ -319,6 +325,16 @@ class CompressedRows:
         array = self._block.decode(self._ids)
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def packed(self, n_slots: int) -> PackedRows:
+        """Returns the compressed bytes of the first slots, one slot of all lanes after another."""
+        block = self._block
+        return PackedRows(block, block.ids.rows(np.arange(block.ids.n_lanes), np.arange(n_slots)[:, None]))
+
+    def put_packed(self, rows: np.ndarray, data: Iterable[bytes]) -> None:
+        """Writes rows (n,) by their ids, of which these are the compressed bytes; none for unwritten ones."""
+        for row, lane, each in zip(rows.tolist(), self._block.ids.lanes(rows).tolist(), data, strict=True):
+            self._block.put(row, lane, each or None)
+
     def encoded(self, block: CompressedBlock) -> Iterator[Any]:
         """Yields the bytes of each row for a column of the same spec; None for unwritten ones."""
         for row in self._ids.reshape(-1).tolist():
@@ -348,3 +364,40 @@ class CompressedRows:
     def swapaxes(self, first: int, second: int) -> CompressedRows:
         """Swaps two axes before those of a row."""
         return CompressedRows(self._block, self._ids.swapaxes(first, second))
+
+
+class PackedRows:
+    """The compressed bytes of rows, one row after another: for files, an array `(n_bytes,)` that is made in pieces.
+
+    Args:
+        block: the memory of the column.
+        ids: the row ids, (n_slots, n_lanes).
+
+    Attributes:
+        lengths: the bytes of each row, int32, in the shape of the ids; 0 for unwritten ones.
+    """
+
+    dtype, itemsize, ndim, is_made_in_pieces = np.dtype(np.uint8), 1, 1, True
+
+    def __init__(self, block: CompressedBlock, ids: np.ndarray) -> None:
+        self._block, self._ids, self.lengths = block, ids, block.lengths(ids)
+        self.size = self.nbytes = int(self.lengths.sum(dtype=np.int64))
+        self.shape = (self.size,)
+
+    def __getitem__(self, index: Any) -> PackedRows:
+        """Returns the bytes of some slots, and of some lanes."""
+        return PackedRows(self._block, self._ids[index])
+
+    def reshape(self, *shape: Any) -> PackedRows:
+        """Shows the ids in another shape."""
+        return PackedRows(self._block, self._ids.reshape(*shape))
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yields the bytes in pieces, uint8 (n,)."""
+        rows = self._ids.reshape(-1).tolist()
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            some = rows[start : start + ROWS_AT_ONCE]
+            yield np.frombuffer(b"".join([self._block.read(row) for row in some]), np.uint8)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.uint8), *self.pieces()])

@@ -109,7 +109,10 @@ _CODECS = _OwnCodecs()
 
 
 def codec_of(level: int) -> Any:
-    """Returns a codec with `compress`, `decompress` and `error`, for this thread alone."""
+    """Returns a codec with `compress`, `decompress`, `size_of` and `error`, for this thread alone.
+
+    `size_of` returns how many bytes a compressed row says that it holds.
+    """
     codec = _CODECS.by_level.get(level)
     if codec is None:
         codec = _CODECS.by_level[level] = _make_codec(level)
@@ -124,6 +127,7 @@ def _make_codec(level: int) -> Any:
     return SimpleNamespace(
         compress=zstandard.ZstdCompressor(level=level, write_checksum=True).compress,
         decompress=zstandard.ZstdDecompressor().decompress,
+        size_of=zstandard.frame_content_size,
         error=zstandard.ZstdError,
     )
 
@@ -141,5 +145,34 @@ def _make_own_codec(level: int) -> Any:
     return SimpleNamespace(
         compress=lambda data: zstd.compress(data, options=options),
         decompress=lambda data, n_bytes: zstd.decompress(data),
+        size_of=lambda data: zstd.get_frame_info(data).decompressed_size,
         error=zstd.ZstdError,
     )
+
+
+def check_row(name: str, row: int, data: bytes, spec: Spec, decodes: bool = True) -> bytes:
+    """Returns the bytes of a row from its compressed ones, which come from a file.
+
+    Args:
+        name: of the column.
+        row: its id.
+        data: the compressed bytes, or as many as the row has.
+        spec: of the column.
+        decodes: whether to decode them; if not, only what they say of themselves is checked, and they are returned.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    codec = codec_of(DEFAULT_LEVEL)
+    try:
+        if len(data) == spec.nbytes:
+            found = data
+        elif codec.size_of(data) != spec.nbytes:
+            raise ValueError(f"they hold {codec.size_of(data):,} bytes, expected {spec.nbytes:,}")
+        else:
+            found = codec.decompress(data, spec.nbytes) if decodes else data
+        if spec.dtype == bool and max(found) > 1:
+            raise ValueError("they hold bools that are neither true nor false")
+    except (codec.error, ValueError) as error:
+        raise ValueError(f"the compressed bytes of row {row} of {name!r} are damaged: {error}") from error
+    return bytes(found)
