@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import random
 import sys
 import threading
 
@@ -12,6 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import waiting_faults
 import waits
 from helpers import through_file
 from processes import wait_until
@@ -151,6 +153,20 @@ def test_threads_end_with_their_environments():
     del env
     gc.collect()
     wait_until(lambda: threading.active_count() == before)
+
+
+FAULTS = [
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind == "hold the interpreter")) for kind in waiting_faults.FAULTS
+]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_an_environment_that_fails_leaves_nothing_behind(kind):
+    with waits.make_batcher(1):
+        pass  # starts what stays
+    before = waiting_faults.left()
+    waiting_faults.run(kind, random.Random(kind))
+    wait_until(lambda: waiting_faults.left() == before)
 
 
 def collect(batcher, judge, n_rollouts, **how):
