@@ -1,10 +1,11 @@
 """Draws the first picture of the README: where the time goes with a process for each environment, and with rollouts.
 
-    python benchmarks/timelines.py [--folder docs] [--ms 8] [--seconds 3]
+    python benchmarks/timelines.py [--folder docs] [--ms 10] [--seconds 3]
 
-Both step four HalfCheetahs with one network, one after the other: gymnasium's `AsyncVectorEnv`, whose environments note
-when they are stepped, and a batcher, whose timeline is read. The picture shows so many milliseconds of each: the part
-that has the most steps, which other programs have disturbed least.
+Both step six HalfCheetahs with one network, one after the other: gymnasium's `AsyncVectorEnv`, whose environments note
+when they are stepped, and a batcher, whose timeline is read. The picture shows so many milliseconds of each from an
+order of the trainer on: those with the most steps, which other programs have disturbed least. Where these leave no such
+time, `chrt -f 1` before the command has them wait meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from rlstructs import RL_Batcher
 from rlstructs.trace.timeline import read_events
 
-ENV_ID, N_ENVS, N_WORKERS, N_TIMESTEPS = "HalfCheetah-v5", 4, 2, 32
+ENV_ID, N_ENVS, N_WORKERS, N_TIMESTEPS = "HalfCheetah-v5", 6, 2, 16
 # Colours on a light and on a dark page: of text, and of what a process does.
 THEMES = {
     "light": {"text": "#1f2933", "lane": "#eef1f4", "environment": "#2b7fbf", "agent": "#e07b00", "other": "#9aa5b1"},
@@ -43,14 +44,16 @@ class Span(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run: the spans of each process, and the seconds when steps ended, ascending."""
+    """A run: the spans of each process, and when the trainer gave orders and when steps ended, ascending seconds."""
 
     lanes: dict[str, list[Span]]
+    orders: np.ndarray
     steps: np.ndarray
 
     def find_part(self, length: float) -> tuple[float, int]:
         """When the part of this length with the most steps begins, and how many they are."""
-        begins = np.arange(self.steps[0] + 1, self.steps[-1] - length, length / 10)
+        begins = self.orders[len(self.orders) // 4 :]
+        begins = begins[begins < self.steps[-1] - length]
         counts = np.searchsorted(self.steps, begins + length) - np.searchsorted(self.steps, begins)
         return float(begins[counts.argmax()]), int(counts.max())
 
@@ -98,7 +101,8 @@ def run_processes(folder: Path, seconds: float) -> Run:
     envs.close()
     times = [np.load(path) for path in paths]
     lanes = {f"process {k}": [Span("environment", *each) for each in own.tolist()] for k, own in enumerate(times)}
-    return Run({"trainer": trainer, **lanes}, np.sort(np.concatenate(times)[:, 1]))
+    orders = np.array([span.end for span in trainer])
+    return Run({"trainer": trainer, **lanes}, orders, np.sort(np.concatenate(times)[:, 1]))
 
 
 def run_rollouts(folder: Path, seconds: float) -> Run:
@@ -111,15 +115,16 @@ def run_rollouts(folder: Path, seconds: float) -> Run:
                 break
     names = ["trainer", *(f"worker {k}" for k in range(N_WORKERS))]
     lanes: dict[str, list[Span]] = {name: [] for name in names}
-    steps: list[float] = []
+    orders, steps = list[float](), list[float]()
     for event in read_events(folder / "run.json"):
         if event["ph"] != "X":
             continue
         begin, name = event["ts"] / 1e6, event["name"]
         end = begin + event["dur"] / 1e6
         lanes[names[event["tid"]]].append(Span(KINDS.get(name, "other"), begin, end))
+        orders += [begin] * (name == "order")
         steps += [end] * (N_ENVS // N_WORKERS) * (name == "environment")
-    return Run(lanes, np.sort(steps))
+    return Run(lanes, np.array(orders), np.sort(steps))
 
 
 def draw(runs: dict[str, Run], length: float, theme: dict[str, str]) -> str:
@@ -162,7 +167,7 @@ def draw_lane(spans: list[Span], begin: float, length: float, y: int, theme: dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent.parent / "docs")
-    parser.add_argument("--ms", type=float, default=8)
+    parser.add_argument("--ms", type=float, default=10)
     parser.add_argument("--seconds", type=float, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
 
 import gymnasium
 import numpy as np
@@ -30,6 +32,7 @@ from rlstructs.memories.torch import RandomMemory
 from rlstructs.trace import lane as lanes
 from rlstructs.trace.timeline import read_events
 
+ROOT = Path(__file__).parent.parent.parent
 START_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow), "fork"]
 WORKER_PHASES = {"wait for an order", "agent", "environment", "reset", "write", "update", "evaluate", "start"}
 TRAINER_PHASES = {"learn", "wait", "read", "lease", "order", "draw", "save", "restart", "update", "evaluate", "reset"}
@@ -439,6 +442,21 @@ def test_a_program_that_is_killed_leaves_a_timeline(tmp_path):
     events = read_events(tmp_path / "run.json")
     assert {"agent", "environment"} <= set(sums(events)[1])
     assert load(events).execute("select count(*) from slice where name = 'rollout' and dur > 0").fetchone()[0] > 1
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_drawn_from_timelines(tmp_path):
+    program = ROOT / "benchmarks/timelines.py"
+    subprocess.run(
+        [sys.executable, program, "--folder", tmp_path, "--seconds", "1", "--ms", "5"], check=True, timeout=300
+    )
+    for theme in "light", "dark":
+        name = f"timelines-{theme}.svg"
+        drawn, kept = (ElementTree.parse(folder / name).getroot() for folder in (tmp_path, ROOT / "docs"))
+        for own in drawn, kept:
+            texts = [element.text for element in own.iter("{http://www.w3.org/2000/svg}text")]
+            assert {"trainer", "process 5", "worker 1"} <= set(texts)
+            assert sum(int(text.split()[0]) > 0 for text in texts if " steps in " in text and text.endswith("ms")) == 2
 
 
 def test_what_is_no_timeline_is_refused(tmp_path):
