@@ -138,14 +138,15 @@ class EnvCalls:
         if (busy := envs[self._is_sent[envs]]).size:
             self.wait_for_some(None, busy, None)
             self.mark_received(busy)
-        mask, each = np.zeros(self._n_envs, bool), [options] * self._n_envs
+        mask, each, ids = np.zeros(self._n_envs, bool), [options] * self._n_envs, envs.tolist()
         mask[envs] = True
-        request = self._host.reset_some(mask, lambda rows: (seeds[rows], each[rows], mask[rows]))
-        self._send_some(envs, request)
-        outcomes = self.wait_for_some(None, envs, None)
+        self._send_some(envs, self._host.reset_some(mask, lambda rows: (seeds[rows], each[rows], mask[rows])))
+        outcomes = self._order.wait(partial(self._host.wait_for_some, len(ids), ids), None)
+        self._columns.keep_objects(outcomes.values())
         self.mark_received(envs)
-        self._was_reset[envs] = True
-        self._are_all_reset = bool(self._was_reset.all())
+        if not self._are_all_reset:
+            self._was_reset |= mask
+            self._are_all_reset = bool(self._was_reset.all())
         return outcomes
 
     def wait_for_some(
