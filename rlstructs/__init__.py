@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_threads import GymEnvThreads
     from rlstructs.envs.gym_vector import GymVectorEnv
+    from rlstructs.envs.jax_env import JaxEnv
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv, make_vec
     from rlstructs.envs.vec_env import DeviceEnv, VecEnv
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerTimeout,
     )
+    from rlstructs.jax_agent import JaxAgent
     from rlstructs.module_agent import ModuleAgent
     from rlstructs.moments import Moments
     from rlstructs.random_agent import RandomAgent
@@ -83,6 +85,8 @@ _EXPORTS = {
     "GymEnvInf": "envs.gym_env",
     "GymEnvThreads": "envs.gym_threads",
     "GymVectorEnv": "envs.gym_vector",
+    "JaxAgent": "jax_agent",
+    "JaxEnv": "envs.jax_env",
     "Lease": "batcher.lease",
     "MissingKeyError": "errors",
     "ModuleAgent": "module_agent",
@@ -138,6 +142,8 @@ __all__ = [
     "GymEnvInf",
     "GymEnvThreads",
     "GymVectorEnv",
+    "JaxAgent",
+    "JaxEnv",
     "Lease",
     "MissingKeyError",
     "ModuleAgent",

@@ -29,7 +29,7 @@ from rlstructs.workers.settings import after_import
 logger = logging.getLogger("rlstructs")
 
 # The first element of a spawn key: the purpose of the stream. `WorkerStreams` has longer keys than other streams.
-_ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32, _EPISODE, _LIFE, _NEXT_STREAM = range(8)
+_ENVIRONMENT, _WORKER, _GLOBALS, _RESTART, _INT32, _EPISODE, _LIFE, _NEXT_STREAM, _AGENT = range(9)
 _WORKER_STREAM = 4
 _RANDOM, _NUMPY, _TORCH = range(3)
 # Seeds below this fit into int32.
@@ -187,6 +187,14 @@ def next_stream(seed: int, number: int) -> int:
     `seed` is the one of the stream before.
     """
     return _derive_seed(abs(int(seed)), _NEXT_STREAM, number)
+
+
+def agent_seed(seed: int, number: int) -> int:
+    """Returns the seed of the `number`-th stream of actions in an environment, below 2**32.
+
+    `seed` is the environment's.
+    """
+    return _derive_seed(seed, _AGENT, number)
 
 
 def seed_global_streams(seed: int, agent_seed: int | None) -> None:

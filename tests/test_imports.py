@@ -25,7 +25,7 @@ files
 structures seeding moments
 shared replay agent
 envs memories episodes returns action_masks
-random_agent module_agent
+random_agent module_agent jax_agent
 rollout
 exact
 batcher testing

@@ -298,7 +298,7 @@ def constructor_arguments(
     if given and not threads:
         raise SpecError(f"{min(given)}: is for environments in threads of their own: give threads=True, too")
     settings = {name: value for name, value in settings.items() if name not in given}
-    _check_names(cls, settings)
+    _check_settings(cls, settings, env)
     n_workers = _count_workers(check_count("n_envs", n_envs), n_workers)
     if isinstance(agent, torch.nn.Module) and not isinstance(agent, RL_Agent):
         agent = copy_plain(agent)  # a wrapped or parametrised module cannot be sent to a worker
@@ -317,11 +317,19 @@ def constructor_arguments(
     }
 
 
-def _check_names(cls: Any, settings: Mapping[str, Any]) -> None:
-    """Raises TypeError for an argument unknown to `make` and the constructor.
+def _check_settings(cls: Any, settings: Mapping[str, Any], env: Any) -> None:
+    """Checks further arguments of `make`.
 
-    Also for one that `make` sets itself.
+    Raises:
+        TypeError: one is unknown to `make` and the constructor, or `make` sets it itself.
+        SpecError: workers would be forked, for environments in jax.
     """
+    from rlstructs.envs.jax_functions import is_functional  # imports gymnasium
+
+    if settings.get("start_method") == "fork" and is_functional(env):
+        raise SpecError(
+            "start_method: environments in jax need 'forkserver' or 'spawn', as jax hangs if it is forked, got 'fork'"
+        )
     own, more = (list(inspect.signature(each).parameters) for each in (cls.make, cls))
     for name in settings:
         if name in SET:

@@ -213,6 +213,7 @@ class RL_Batcher:
             env: an id of gymnasium's registry; or a function, which may be a lambda, that makes one gymnasium
                 environment, or a vectorised one (a `VecEnv`, or gymnasium's `VectorEnv`) of `n_envs`, or `num_envs`,
                 environments. It is called in each worker, with those of `n_envs`, `num_envs` and `seed` that it takes.
+                Or an environment of gymnax or Brax, or one of jax's pure functions: see `JaxEnv`.
             agent: an `RL_Agent`, copied to each worker; or a network that maps observations to logits or to actions, or
                 returns a `torch.distributions.Distribution` (see `ModuleAgent`); or a function that makes one of these
                 and may take `observation_space` and `action_space`; or None for random actions. Networks act in

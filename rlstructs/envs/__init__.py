@@ -1,5 +1,6 @@
 """Vectorised environments: the `VecEnv` protocol, `GymEnv`, `GymEnvInf`, `GymEnvThreads`, `GymVectorEnv`, `DeviceEnv`.
 
+`JaxEnv` holds environments that are pure functions of jax, `JaxFunctions`.
 `NormalizeObservation` and `NormalizeReward` wrap any of them. `SharedVectorEnv` is a gymnasium vector environment.
 """
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from rlstructs.envs.gym_env import GymEnv, GymEnvInf
     from rlstructs.envs.gym_threads import GymEnvThreads
     from rlstructs.envs.gym_vector import GymVectorEnv
+    from rlstructs.envs.jax_env import JaxEnv
+    from rlstructs.envs.jax_functions import JaxFunctions, from_brax, from_gymnax
     from rlstructs.envs.normalize import NormalizeObservation, NormalizeReward
     from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
     from rlstructs.envs.vec_env import DeviceEnv, VecEnv
@@ -23,10 +26,14 @@ _EXPORTS = {
     "GymEnvInf": "gym_env",
     "GymEnvThreads": "gym_threads",
     "GymVectorEnv": "gym_vector",
+    "JaxEnv": "jax_env",
+    "JaxFunctions": "jax_functions",
     "NormalizeObservation": "normalize",
     "NormalizeReward": "normalize",
     "SharedVectorEnv": "shared_vector.shared_vector_env",
     "VecEnv": "vec_env",
+    "from_brax": "jax_functions",
+    "from_gymnax": "jax_functions",
 }
 
 __all__ = [
@@ -35,10 +42,14 @@ __all__ = [
     "GymEnvInf",
     "GymEnvThreads",
     "GymVectorEnv",
+    "JaxEnv",
+    "JaxFunctions",
     "NormalizeObservation",
     "NormalizeReward",
     "SharedVectorEnv",
     "VecEnv",
+    "from_brax",
+    "from_gymnax",
 ]
 
 if not TYPE_CHECKING:

@@ -13,6 +13,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 
 from rlstructs.checks import hint_wrapper
 from rlstructs.envs.array_values import as_numpy
+from rlstructs.envs.jax_functions import is_functional
 from rlstructs.envs.shared_vector.arguments import innermost
 from rlstructs.envs.spaces import are_equal, space_of_array
 from rlstructs.envs.stepping import read_reset
@@ -58,7 +59,7 @@ def env_factory(env: Any, arguments: Mapping[str, Any] | None) -> Callable[..., 
     """Returns a function that makes environments.
 
     Args:
-        env: an id or spec of gymnasium's registry, or a function.
+        env: an id or spec of gymnasium's registry, a function, or an environment in jax (see `JaxEnv`).
         arguments: further arguments of `gymnasium.make`, or of the function; None for none.
 
     Raises:
@@ -68,6 +69,12 @@ def env_factory(env: Any, arguments: Mapping[str, Any] | None) -> Callable[..., 
     if arguments is not None and not isinstance(arguments, Mapping):
         raise TypeError(f"env_args must be a mapping of names to values, got {type(arguments).__name__}")
     more = dict(arguments or {})
+    if is_functional(env):
+        if more:
+            raise SpecError(f"env_args: environments in jax take none, got {sorted(more)}; give a pair (env, params)")
+        from rlstructs.envs.jax_env import JaxEnvs  # imports jax
+
+        return JaxEnvs(env)
     if isinstance(env, str):
         return partial(gymnasium.make, find_env(env), **more)
     if isinstance(env, EnvSpec):

@@ -57,6 +57,41 @@ class Pace(NamedTuple):
     deadline: float | None = None
 
 
+class CompiledSteps(NamedTuple):
+    """T steps of all E environments, and of the agent, which one compiled call has made.
+
+    Attributes:
+        after: column -> (T, E, ...), the results of the steps, final observations included.
+        output: what the agent gave, key -> (T, E, ...).
+        state: the agent's next state, E rows.
+        times, rows: int64 (K,), the step and the environment of each end of an episode.
+        finals, fresh: K rows, the final observation, and the first one of the next episode.
+    """
+
+    after: Mapping[str, np.ndarray]
+    output: Mapping[str, np.ndarray]
+    state: DictTensor
+    times: np.ndarray
+    rows: np.ndarray
+    finals: Rows
+    fresh: Rows
+
+
+class CompiledRollout(Protocol):
+    """Makes T steps of environments that always run, and of an agent, in one call."""
+
+    def __call__(self, n_timesteps: int, observation: Rows, state: DictTensor, agent_info: DictTensor) -> CompiledSteps:
+        """Runs T steps.
+
+        Args:
+            n_timesteps: T.
+            observation: what the agent sees first, E rows.
+            state: of the agent, E rows.
+            agent_info: E rows, or empty.
+        """
+        ...
+
+
 class SharedStatistics(Protocol):
     """Statistics of environments that all workers share; see `VecEnv`."""
 
@@ -181,6 +216,13 @@ class RowEnv(Protocol):
         """
         ...
 
+    def compiled_rollout(self, agent: Any) -> CompiledRollout | None:
+        """Returns the function that makes whole rollouts with this agent in one call.
+
+        None if agent and environments are called step by step.
+        """
+        ...
+
     @property
     def replaces_late(self) -> bool:
         """Whether environments that do not return in time are replaced, whatever becomes of others that fail."""
@@ -288,6 +330,9 @@ class RowDefaults:
 
     def row_groups(self) -> Sequence[SplitEnv]:
         return ()
+
+    def compiled_rollout(self, agent: Any) -> CompiledRollout | None:
+        return None
 
     def shared_statistics(self) -> SharedStatistics | None:
         return None

@@ -24,6 +24,7 @@ from rlstructs.envs.row_env import RowEnv, WaitingEnv, load_statistics, take_sta
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
+from rlstructs.rollout.compiled import acquire_compiled
 from rlstructs.rollout.evaluation import Evaluation, Standing, seed_agent
 from rlstructs.rollout.feeding import Feed
 from rlstructs.rollout.job_settings import JobSettings
@@ -153,8 +154,7 @@ class RolloutJob:
 
     def begin_episodes(self) -> None:
         """Resets every environment, with the `env_info/` rows of the slots."""
-        observation = self.env.reset_rows(self.slots[0].info("env_info/").clone())
-        self.progress.begin_episodes(observation, self._rows)
+        self.progress.begin_episodes(self.env.reset_rows(self.slots[0].info("env_info/").clone()), self._rows)
 
     @property
     def running(self) -> np.ndarray:
@@ -207,15 +207,17 @@ class RolloutJob:
 
     def _acquire(self, number: int, slots: Slots) -> None:
         """Runs a rollout."""
-        cuts, index, progress = self._cuts, self.index, self.progress
+        cuts, index, progress, groups = self._cuts, self.index, self.progress, self.progress.groups
         acting_agent = ActingAgent(self.agent, self.settings.device, self._lane, lambda: cuts[index] > number)
         own = [buffers[number % len(buffers)] for buffers in self._group_slots]
         info = slots.info("agent_info/")
         if self.env.pace is not None:
-            env, n_updates = cast(WaitingEnv, self.env), progress.n_updates
-            progress.groups = [acquire_waiting(acting_agent, env, slots, progress.groups[0], info, n_updates)]
-            return
-        progress.groups = acquire(acting_agent, self._groups, own, progress.groups, info)
+            env = cast(WaitingEnv, self.env)
+            progress.groups = [acquire_waiting(acting_agent, env, slots, groups[0], info, progress.n_updates)]
+        elif (run := self.env.compiled_rollout(self.agent)) is not None:
+            progress.groups = [acquire_compiled(run, acting_agent, slots, groups[0], info)]
+        else:
+            progress.groups = acquire(acting_agent, self._groups, own, groups, info)
 
     @during(lanes.UPDATE)
     def update(self, packed: Packed) -> tuple[int, ...]:
@@ -373,7 +375,7 @@ class RolloutJob:
 
         With the seed of the environments if there is none.
         """
-        seed_agent(agent, int(seed) if self._agent_seed is None else self._agent_seed)
+        seed_agent(agent, seed if self._agent_seed is None else self._agent_seed)
 
     def _make_agent(self, agent_args: dict[str, Any] | None = None) -> RL_Agent:
         settings = self.settings
@@ -407,8 +409,7 @@ class RolloutJob:
             finally:
                 close_job(agent)
         kept = {name: Moments.none(moments.mean.shape) for name, moments in take_statistics(env).items()}
-        pace = env.pace
-        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept, hint, pace is not None)
+        return Specs(specs_of(observation), specs_of(output), specs_of(state), kept, hint, env.pace is not None)
 
 
 class Stoppable(Protocol):

@@ -16,6 +16,7 @@ from rlstructs.copying import copy_arguments
 from rlstructs.envs.env_list import close_in_time
 from rlstructs.envs.gym_env import GymEnv, GymEnvInf
 from rlstructs.envs.gym_vector import GymVectorEnv
+from rlstructs.envs.jax_functions import JaxFunctions
 from rlstructs.envs.row_env import RowEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
@@ -53,6 +54,7 @@ class Makers:
         self._make, self._agent, self._n_envs, self._device, self._kind = env, agent, n_envs, device, kind
         self._clips, self._needs_single = clip_actions, needs_single
         self._spaces: dict[str, Any] = {}
+        self._is_in_jax = False
         #: Whether the function makes single environments; known once it was called.
         self.makes_single = False
 
@@ -82,6 +84,7 @@ class Makers:
             raise SpecError(f"clip_actions: needs gymnasium's environments, got a {name}, which has to clip itself")
         else:
             made = first
+        self._is_in_jax = isinstance(getattr(made, "functions", None), JaxFunctions)
         n_envs = made.n_envs() if callable(getattr(made, "n_envs", None)) else self._n_envs
         if n_envs != self._n_envs:
             slots = " (n_envs counts slots, one for each agent of an environment)" if hasattr(made, "agents") else ""
@@ -105,7 +108,11 @@ class Makers:
             SpecError: the environments have no action space, which the agent needs.
         """
         if self._agent is None:
-            return RandomAgent(self._action_space())
+            if not self._is_in_jax:
+                return RandomAgent(self._action_space())
+            from rlstructs.jax_agent import make_random_agent  # imports jax
+
+            return make_random_agent(self._action_space())
         agent = self._agent
         if isinstance(agent, RL_Agent):
             return copy_arguments(agent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -28,7 +29,9 @@ from rlstructs.workers.settings import Setting, Table, after_import, read_settin
 OLDER_PRECISIONS = ("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32")
 PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 NEWER_PRECISIONS = ("backends.fp32_precision", *(f"backends.{name}.fp32_precision" for name in PRECISIONS))
-JAX = ("jax_enable_x64", "jax_default_matmul_precision")
+JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+# What has XLA use one thread on the CPU, in processes whose environment does not say otherwise.
+XLA_VARIABLES = {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 # What determinism is made of besides `use_deterministic_algorithms`.
 ATTRIBUTES = (
     "utils.deterministic.fill_uninitialized_memory",
@@ -128,7 +131,7 @@ def gymnasium_settings() -> Table:
 
 
 def jax_settings() -> Table:
-    """Settings of jax: the dtypes and the precision of its numbers."""
+    """Settings of jax: the dtypes, the precision and the random streams of its numbers."""
     import jax
 
     config: Any = jax.config
@@ -163,6 +166,8 @@ class WorkerSetup:
     def __call__(self, index: int) -> None:
         """Sets up the worker with this index."""
         after_import("torch", _use_one_thread)
+        for name, value in XLA_VARIABLES.items():
+            os.environ.setdefault(name, value)
         write_libraries(self.libraries)
         # Torch warns about its own code when it unpickles quantised tensors; the trainer's filters do not cover that.
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.")

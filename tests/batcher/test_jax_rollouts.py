@@ -1,0 +1,244 @@
+"""Rollouts of environments and agents that are functions of jax: one compiled call, and like all other rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+import torch
+from helpers import through_file
+from jax_walk import LIMIT, PARAMS, WALK, Stepping, bias, make_batcher
+from processes import wait_until_gone
+
+from rlstructs import JaxAgent, RL_Batcher, SpecError
+from rlstructs.memories.torch import RandomMemory
+
+
+def rollout(batcher):
+    batcher.execute()
+    return batcher.get()[0]
+
+
+def assert_same(one, other, but=()):
+    for ours, theirs in ((one.info, other.info), (one.trajectories, other.trajectories)):
+        assert set(ours.keys()) == set(theirs.keys())
+        for key, tensor in ours.items():
+            assert key in but or torch.equal(tensor, theirs[key]), key
+    assert torch.equal(one.lengths, other.lengths)
+
+
+def play(batcher, n=4, start=0):
+    """n rollouts, copied, with an update after each."""
+    found = []
+    for number in range(start, start + n):
+        found.append(rollout(batcher))
+        batcher.update({**PARAMS, "w": np.float32(number)})
+    return found
+
+
+def start(batcher):
+    batcher.reset(agent_info=bias())
+    return batcher
+
+
+def test_one_compiled_call_gives_the_rows_of_an_agent_and_environments_that_are_called_step_by_step():
+    with make_batcher() as compiled, make_batcher(cls=Stepping) as stepped:
+        for one, other in zip(play(start(compiled)), play(start(stepped)), strict=True):
+            assert_same(one, other)
+        seen = one.trajectories
+        assert seen["_observation/terminated"].any() and seen["_observation/done"].sum() > 2
+        # The agent's state begins anew with each episode.
+        begins = seen["observation/initial_state"]
+        assert begins.any() and (seen["action/n"][begins] == 1).all() and seen["action/n"].max() <= LIMIT
+
+
+def test_finals_are_kept_and_the_next_observation_is_the_first_of_an_episode():
+    with RL_Batcher.make(WALK, n_envs=4, n_workers=0, n_timesteps=60, seed=0) as batcher:
+        batcher.reset()
+        steps = rollout(batcher).trajectories
+    done, following = steps["_observation/done"][:, :-1], steps["observation/initial_state"][:, 1:]
+    assert torch.equal(done, following)
+    at, shown = steps["_observation/at"][..., 0], steps["observation/at"][..., 0]
+    assert torch.equal(at, shown + 2 * steps["action/action/way"] - 1)  # of ends too
+    assert torch.equal(steps["_observation/terminated"], (at <= 0) | (at >= 6))
+    assert torch.equal(steps["_observation/reward"], at * 0.5)
+    assert torch.equal(steps["_observation/last_action/push"], steps["action/action/push"])
+    assert steps["_observation/truncated"].any()
+    goes_on = ~done
+    assert torch.equal(at[:, :-1][goes_on], shown[:, 1:][goes_on])
+    assert (shown[:, 1:][done] >= 1).all() and (shown[:, 1:][done] < 5).all()
+    assert (steps["observation/reward"][:, 1:][done] == 0).all()
+
+
+def test_the_second_rollout_compiles_nothing():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **more: compiled.append(event) if "backend_compile" in event else None
+    )
+    with make_batcher(n_timesteps=11) as batcher:
+        rollout(start(batcher))
+        assert compiled
+        batcher.update({**PARAMS, "w": 2.0})
+        compiled.clear()
+        play(batcher, 2)
+        rollout(start(batcher))
+    assert not compiled
+
+
+def test_rows_do_not_depend_on_the_number_of_workers_nor_on_how_they_are_handed_out():
+    with make_batcher(2, run_ahead=1) as one, make_batcher(0, run_ahead=1) as other:
+        start(one), start(other)
+        assert_same(rollout(one), rollout(other))
+        one.update({**PARAMS, "w": np.float32(1)}), other.update({**PARAMS, "w": np.float32(1)})
+        for batcher in (one, other):
+            batcher.execute()
+        with one.lease() as leased:
+            expected, _ = other.get()
+            assert_same(leased.trajectories, expected)
+        out = rollout(one)
+        rollout(other)
+        assert out.info["policy_version"].tolist() == [1] * 4
+        one.execute(), other.execute()
+        one.get(out=out)
+        assert_same(out, other.get()[0])
+
+
+def test_a_memory_that_is_fed_has_what_add_trajectories_would_store():
+    with make_batcher() as fed, make_batcher() as other:
+        memories = [RandomMemory(memory_size=64, num_envs=4) for _ in range(2)]
+        fed.feed(memories[0])
+        for one, expected in zip(play(start(fed)), play(start(other)), strict=True):
+            assert_same(one, expected)
+            memories[1].add_trajectories(expected)
+        for name in memories[1].get_tensor_names():
+            ours, theirs = (memory.get_tensor_by_name(name) for memory in memories)
+            assert torch.allclose(ours, theirs, 0, 0, equal_nan=True), name
+
+
+def test_a_worker_that_was_killed_is_replaced_and_the_others_rows_go_on():
+    with make_batcher(2, on_worker_failure="restart") as batcher, make_batcher() as other:
+        start(batcher), start(other)
+        assert_same(rollout(batcher), rollout(other))
+        pid = batcher._engine.pool.pids[1]
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        for _ in range(2):
+            after, expected = rollout(batcher), rollout(other)
+            assert after.lengths.tolist() == [7] * 4
+            for key, tensor in after.trajectories.items():
+                assert torch.equal(tensor[:2], expected.trajectories[key][:2]), key
+        assert batcher.stats()["restarts"] == 1
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_an_exact_state_goes_on_with_the_same_bits(run_ahead):
+    with make_batcher(run_ahead=run_ahead) as batcher:
+        play(start(batcher), 3)
+        state = through_file(batcher.state_dict(exact=True))
+        expected = play(batcher, 3, start=3)
+    with make_batcher(run_ahead=run_ahead) as other:
+        other.load_state_dict(state)
+        for one, two in zip(play(other, 3, start=3), expected, strict=True):
+            assert_same(one, two)
+
+
+def test_updates_take_any_pytree_of_the_same_shapes_and_refuse_others():
+    with make_batcher() as batcher:
+        start(batcher)
+        batcher.update(jax.tree.map(jax.numpy.asarray, {**PARAMS, "w": 5.0}))
+        assert rollout(batcher).info["policy_version"].tolist() == [1] * 4
+        with pytest.raises(
+            SpecError, match=r"update: params: 'layers/0' is float32 \(2, 2\), expected float32 \(3, 2\)"
+        ):
+            batcher.update({**PARAMS, "layers": (np.ones((2, 2), np.float32),)})
+
+
+def test_make_takes_functions_and_draws_random_actions_without_an_agent():
+    with RL_Batcher.make(WALK, n_envs=4, n_workers=0, n_timesteps=50, seed=0) as batcher:
+        batcher.reset()
+        steps = rollout(batcher).trajectories
+        episodes = batcher.evaluate(4, seed=1)
+    assert 0.3 < steps["action/action/way"].float().mean() < 0.7
+    push = steps["action/action/push"]
+    assert push.min() < -0.8 and push.max() > 0.8 and push.abs().max() <= 1
+    assert len(episodes["return"]) == 4
+
+
+def impure_reset(key, params):
+    return np.random.rand(), np.random.rand(3)
+
+
+COUNTER = []
+
+
+def counting_step(key, state, action, params):
+    COUNTER.append(1)
+    state, seen, *rest = WALK.step(key, state, action, params)
+    return state, {**seen, "wide": seen["wide"] + len(COUNTER)}, *rest
+
+
+def keeping_step(key, state, action, params):
+    earlier, COUNTER[:] = COUNTER[-1:], [state["at"]]
+    state = {**state, "at": sum(earlier, state["at"])}
+    return WALK.step(key, state, action, params)
+
+
+def branching_step(key, state, action, params):
+    return WALK.step(key, state, action, params) if state["at"] > 0 else None
+
+
+def printing_step(key, state, action, params):
+    print(state["at"])  # noqa: T201
+    return WALK.step(key, state, action, params)
+
+
+def growing_step(key, state, action, params):
+    state, *rest = WALK.step(key, state, action, params)
+    return {**state, "at": state["at"] * jax.numpy.ones(2)}, *rest
+
+
+def short_step(key, state, action, params):
+    return WALK.step(key, state, action, params)[:4]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"reset": impure_reset}, "walk: reset is not a pure function: called again with the same arguments"),
+        ({"step": counting_step}, "walk: step is not a pure function: called again with the same arguments"),
+        ({"step": keeping_step}, "walk: step is not a pure function"),
+        ({"step": branching_step}, "walk: step is not a pure function .*: TracerBoolConversionError"),
+        ({"step": printing_step}, "walk: step prints '.*Trace.*use jax.debug.print"),
+        ({"step": growing_step}, r"walk: the state that step returns: 'at' is float32 \(2,\), expected int32 \(\)"),
+        ({"step": short_step}, r"walk: step must return \(state, .*info\), got 4 values"),
+    ],
+)
+def test_functions_that_are_not_pure_are_refused_with_their_name(functions, message):
+    with pytest.raises(SpecError, match=message):
+        RL_Batcher.make(dataclasses.replace(WALK, **functions), n_envs=2, n_workers=0)
+
+
+def test_an_agent_that_is_not_pure_is_refused():
+    def forgetful(params, state, observation, key):
+        return {"log_prob": 0.0}, state
+
+    def changing(params, state, observation, key):
+        return 0, (state, state)
+
+    for act, message in (
+        (forgetful, "agent: no 'action' in its output, there are \\['log_prob'\\]"),
+        (changing, "agent: the state that act returns"),
+        (lambda params, state, observation, key: 0, "agent: act must return \\(action, state\\), got int32 \\(\\)"),
+        (lambda params, state, observation, key: (int(state), state), "agent: act is not a pure function"),
+    ):
+        with pytest.raises((SpecError, KeyError), match=message):
+            RL_Batcher.make(WALK, JaxAgent(act, None, np.float32(0)), n_envs=2, n_workers=0)
+
+
+def test_workers_of_environments_in_jax_are_not_forked():
+    with pytest.raises(SpecError, match="start_method: .*jax.*forkserver.*got 'fork'"):
+        RL_Batcher.make(WALK, n_envs=2, n_workers=2, start_method="fork")
