@@ -41,6 +41,7 @@ SMALL = {
     "python benchmarks/rollouts.py": "--rows cartpole-8 --seconds 0.02 --repeats 1 --no-peers",
     "python benchmarks/scores.py": "--rows dqn --seeds 0 -- --n-steps 128 --n-before 64 --n-eval 1",
     "python benchmarks/stepping.py": "--rows cartpole-2 --seconds 0.02 --repeats 1 --no-peers",
+    "python benchmarks/waiting.py": "--quick --no-peers",
     "python examples/ppo.py": "--n-steps 64 --n-envs 2 --n-timesteps 8 --n-eval 2",
     "python tests/walk.py": "",
     "rlstructs tune": "--seconds 0.1",

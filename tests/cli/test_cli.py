@@ -246,6 +246,12 @@ def test_summary_bar_and_info_agree_with_a_count_step_by_step(run, tmp_path):
     )
 
 
+def test_collect_steps_environments_in_threads(run, tmp_path):
+    out = tmp_path / "rollouts.npz"
+    assert run("collect", "CartPole-v1", *SMALL, "--threads", "--out", out)[0] == 0
+    assert Trajectories.load(out).trajectories["policy_version"].unique().tolist() == [0]
+
+
 def test_collect_runs_ten_thousand_steps_of_eight_environments_by_default(run):
     code, stdout, _ = run("collect", "Cli/Count-v0", "--workers", 0)
     assert code == 0

@@ -19,6 +19,7 @@ from helpers import through_file
 from processes import wait_until
 
 from rlstructs import (
+    DictTensor,
     EnvTimeout,
     GymEnvInf,
     GymEnvThreads,
@@ -140,6 +141,26 @@ def test_close_leaves_a_thread_that_hangs(n_processes):
     with make_failing("hang", n_processes, {"deadline": 0.1}) as batcher:
         lengths = sum(trajectories.lengths for trajectories in batcher.rollouts(n_steps=30))
     assert lengths[1] == 2 and lengths.sum() >= 30  # the others went on
+
+
+def test_close_reaches_environments_whose_step_is_under_way():
+    gate, closed = threading.Event(), []
+
+    class Waiting(Failing):
+        def step(self, action):
+            gate.wait()
+            return super().step(action)
+
+        def close(self):
+            closed.append(self)
+
+    envs = [Waiting(""), Failing(""), Waiting("")]
+    env = GymEnvThreads(envs, 0)
+    env.reset()
+    env.start_rows(np.arange(3), DictTensor({"action": torch.zeros(3, dtype=torch.int64)}))
+    env.close()
+    wait_until(lambda: {*closed} == {envs[0], envs[2]})
+    gate.set()
 
 
 def test_threads_end_with_their_environments():
