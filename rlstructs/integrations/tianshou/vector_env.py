@@ -83,8 +83,9 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         self.timeout = check_timeout(timeout)
         self.is_async = self.wait_num < n or timeout is not None
         n_workers = n if n_workers is None and self.is_async else n_workers
-        settings |= {"autoreset_mode": AutoresetMode.DISABLED, "timeout": worker_timeout}
-        self._envs = SharedVectorEnv(env_fns, n_workers, **settings)
+        self._envs = SharedVectorEnv(
+            env_fns, n_workers, autoreset_mode=AutoresetMode.DISABLED, timeout=worker_timeout, **settings
+        )
         self._calls, self._columns = self._envs._calls, self._envs._columns
         if isinstance(space := self._envs.single_observation_space, gymnasium.spaces.Tuple):
             self._envs.close()
@@ -213,6 +214,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         self._apply("set_env_attr", partial(env_functions.set_inner_attribute, key, value), id)
 
     def _wait_for_ready(self) -> dict[int, Outcome]:
+        """Waits for `wait_num` environments, or for `timeout` seconds and an environment."""
         while True:
             began = monotonic()
             try:
@@ -222,6 +224,7 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
                     raise
 
     def _receive(self, ids: list[int], arrived: dict[int, Outcome]) -> Step[list[Info]]:
+        """Returns the results of these environments, which have arrived; they can be stepped again."""
         envs, columns = np.array(ids), self._columns
         infos = split_infos(ids, arrived.values())
         self._calls.mark_received(envs)
