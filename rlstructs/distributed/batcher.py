@@ -335,9 +335,9 @@ class NodeRecording:
     def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
         if self._actor is not self._pool.nodes[self._index].actor:  # at first, and when the node was replaced
             self._actor, self._ahead = self._pool.nodes[self._index].actor, None
-            for _ in range(N_CLOCK_CALLS):
-                self._call("read_clock")
-        excerpts = self._call("record", goes_on)
+        n_calls = N_CLOCK_CALLS if self._ahead is None else 0
+        answers = all(self._call("read_clock") is not None for _ in range(n_calls))
+        excerpts = self._call("record", goes_on) if answers else None
         return self._ahead or 0, excerpts or []
 
     def _call(self, method: str, *args: Any) -> Any:

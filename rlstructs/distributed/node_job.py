@@ -247,9 +247,9 @@ class NodeJob:
         states, self._states = self._states or self._engine.get_states(), None
         return {"pids": self._engine.pool.pids, "states": states, "cells": self._engine.board.read()[1:]}
 
-    def read_clock(self) -> tuple[int, None]:
-        """Returns the clock of lanes, as `record` does."""
-        return perf_counter_ns(), None
+    def read_clock(self) -> tuple[int, list[Excerpt]]:
+        """Returns the clock of lanes, as `record` does, and nothing else."""
+        return perf_counter_ns(), []
 
     def record(self, goes_on: bool) -> tuple[int, list[Excerpt]]:
         """Records lanes, its own and those of its workers, until a call in which that does not go on.

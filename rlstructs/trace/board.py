@@ -27,7 +27,7 @@ class Excerpt(NamedTuple):
 
     Attributes:
         words: int64 (n,), as they stand in the ring.
-        began: when the recording began, in nanoseconds of the lane's clock.
+        began: when the recording began, in nanoseconds of the lane's clock, which tells it from others.
         first: how many words the lane had recorded before these.
         timed: the cells `TIMED` of the lane.
     """
@@ -48,7 +48,7 @@ class Recording(Protocol):
     workers: range
 
     def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
-        """Returns what the lanes have recorded since the last call.
+        """Returns what the lanes have recorded since the last call, with the first of which they begin.
 
         Args:
             goes_on: whether the recording does.
@@ -160,14 +160,13 @@ class Board:
 
 
 class BoardRecording:
-    """Has the lanes of a board record events, from now on; see `Recording`.
+    """Has the lanes of a board record events; see `Recording`.
 
     Args:
         board: of this process.
 
     Attributes:
         workers: see `Recording`.
-        began: when, by `perf_counter_ns`.
     """
 
     def __init__(self, board: Board) -> None:
@@ -176,12 +175,12 @@ class BoardRecording:
         self._lanes = [(board.cells(row), np.frombuffer(board.ring(row), np.int64)) for row in rows]
         self._firsts = [cells[HEAD] for cells, _ in self._lanes]
         self._heads = list(self._firsts)
-        self._is_traced, self.began = board.is_traced, perf_counter_ns()
-        self._is_traced[0] = self.began  # unlike any earlier one: lanes notice that it began anew
+        self._is_traced, self._began = board.is_traced, 0
 
     def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
-        if not goes_on:
-            self._is_traced[0] = 0
+        self._began = self._began or perf_counter_ns()
+        # Unlike any earlier one: lanes notice that it began anew.
+        self._is_traced[0] = self._began if goes_on else 0
         # The trainer's events up to a later moment than the workers': they say which workers were replaced.
         heads = [cells[HEAD] for cells, _ in reversed(self._lanes)][::-1]
         found = [self._take_lane(row, head) for row, head in enumerate(heads)]
@@ -193,10 +192,10 @@ class BoardRecording:
         cells, ring = self._lanes[row]
         first = max(self._heads[row], head - N_WORDS)
         words = ring[np.arange(first, head) % N_WORDS]
-        # Those that were overwritten while they were copied are lost too.
-        n_bad = min(max(0, cells[HEAD] - N_WORDS - first), len(words))
+        # Those that were overwritten while they were copied are lost too; two more may be at this moment.
+        n_bad = min(max(0, cells[HEAD] + 2 - N_WORDS - first), len(words))
         self._heads[row] = head
-        return Excerpt(words[n_bad:], self.began, first + n_bad - self._firsts[row], tuple(cells[k] for k in TIMED))
+        return Excerpt(words[n_bad:], self._began, first + n_bad - self._firsts[row], tuple(cells[k] for k in TIMED))
 
 
 def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:

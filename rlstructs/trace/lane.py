@@ -16,9 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns, process_time_ns
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rlstructs.workers.arena import Descriptor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: The phases: of workers, of the trainer, and of a timeline that lacks events.
 NAMES = (
@@ -33,8 +36,9 @@ NAMES = (
  IS_TRACED) = range(len(NAMES), len(NAMES) + 14)  # fmt: skip
 N_CELLS = len(NAMES) + 14
 TIMED = (SLOWEST, SLOWEST_NS, TIMED_NS, N_TIMED)
-# The words of a ring, int64. The lowest byte says which phase begins, or which of these notes is made; above it stand
-# the nanoseconds since the recording began. The value of a note stands in the next word, above the byte VALUE.
+# The words of a ring, int64. The lowest six bits say which phase begins, or which of these notes is made; above them
+# stands when, by `perf_counter_ns`, which they can hold for four years after the start of the machine. The value of a
+# note stands in the next word, above the bits of VALUE.
 BEGIN, END, NOTE_VERSION, NOTE_STEPS, NOTE_CPU, NOTE_DELAY, ORDERED, DELIVERED, REPLACED, VALUE = range(32, 42)
 N_WORDS = 60 * 2**10  # a quarter of a second at 240,000 a second; with one worker less than a megabyte in all
 # Environments are timed one by one in these first steps, and then in every so many: a prime, as episodes often have
@@ -88,8 +92,8 @@ class Lane:
 
     def _mark(self, phase: int, since: int) -> None:
         """Makes `enter` and `note`, given the present phase and when it began."""
-        began, is_profiled = self._marked
-        marks = _make_marks(self.cells, self._ring if began else None, began, phase, since)
+        is_traced, is_profiled = self._marked
+        marks = _make_marks(self.cells, self._ring if is_traced else None, phase, since)
         self.enter, self.note, self._position = marks
         if is_profiled:
             self.enter = _name_phases(self.enter)
@@ -195,7 +199,7 @@ class TimedEnv:
 
 
 def _make_marks(
-    cells: Any, ring: memoryview | None, began: int, phase: int, since: int
+    cells: Any, ring: memoryview | None, phase: int, since: int
 ) -> tuple[Callable[[int], int], Callable[[int, int], None], Callable[[], tuple[int, int]]]:
     """Makes `enter` and `note` of a lane, and a function that returns the present phase and its begin.
 
@@ -224,19 +228,19 @@ def _make_marks(
         now = perf_counter_ns()
         cells[phase] += now - since
         before, phase, since = phase, following, now
-        words[n % N_WORDS] = now - began << 8 | following
+        words[n % N_WORDS] = now << 6 | following
         n += 1
         cells[HEAD] = n  # last: a reader takes what is below it
         return before
 
     def note(kind: int, value: int) -> None:
         nonlocal n
-        words[n % N_WORDS] = perf_counter_ns() - began << 8 | kind
-        words[(n + 1) % N_WORDS] = value << 8 | VALUE
+        words[n % N_WORDS] = perf_counter_ns() << 6 | kind
+        words[(n + 1) % N_WORDS] = value << 6 | VALUE
         n += 2
         cells[HEAD] = n
 
-    words[n % N_WORDS] = since - began << 8 | phase
+    words[n % N_WORDS] = since << 6 | phase
     n += 1
     cells[HEAD] = n
     return enter_and_record, note, position
@@ -264,6 +268,11 @@ def _name_phases(enter: Callable[[int], int]) -> Callable[[int], int]:
         return enter(following)
 
     return enter_and_name
+
+
+def unpack(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what stands above the kinds of words, and the kinds."""
+    return words >> 6, words & 63
 
 
 def pack_place(index: int, number: int) -> int:

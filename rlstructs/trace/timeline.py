@@ -50,15 +50,17 @@ def record(path: str | Path | None, board: Board) -> Iterator[Timeline | None]:
         raise StateError("trace: a timeline of this batcher is being written already")
     lane, before = board.lane, lanes.current
     timeline = Timeline(path, board)
-    lane.look()
-    lanes.current = lane  # draws of memories are phases of this trainer
     try:
+        lane.look()
+        lanes.current = lane  # draws of memories are phases of this trainer
         yield timeline
     finally:
         lanes.current = before
         lane.enter(lanes.LEARN)  # the last event: the present phase ends with the timeline
-        timeline.close()
-        lane.look()
+        try:
+            timeline.close()
+        finally:  # also if the disk is full
+            lane.look()
 
 
 class Timeline:
@@ -75,7 +77,8 @@ class Timeline:
     def __init__(self, path: str | Path, board: Board) -> None:
         self._file = open(path, "wb")  # noqa: SIM115 - until `close`
         facts, own = board.facts, BoardRecording(board)
-        self._pid, self._start, self.n_lost = facts["pid"], own.began, 0
+        self._error: OSError | None = None
+        self._pid, self._start, self.n_lost = facts["pid"], perf_counter_ns(), 0
         self._recordings: list[tuple[Recording, list[LaneWriter]]] = [(own, self._make_lanes(TRAINER, own))]
         for node, recording in enumerate(board.nodes):
             self._recordings.append((recording, self._make_lanes(1 + facts["n_workers"] + node, recording)))
@@ -83,8 +86,12 @@ class Timeline:
         (_, [trainer, *_]), *nodes = self._recordings
         if nodes:
             trainer.below = [each for _, each in nodes]
-        self._write(self._describe({**facts, "start_ns": self._start}))
-        self._write(self._read_all())
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._file.close)
+            self._write(self._describe({**facts, "start_ns": self._start}))
+            on_error.callback(own.take, goes_on=False)
+            self._write(self._read_all())
+            on_error.pop_all()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlstructs-timeline", daemon=True)
         self._thread.start()
@@ -94,23 +101,31 @@ class Timeline:
         return [LaneWriter(self._pid, tid, self._start, below=[[worker] for worker in workers]), *workers]
 
     def close(self) -> None:
-        """Ends the timeline, and the file. Idempotent."""
+        """Ends the timeline, and the file. Idempotent.
+
+        Raises:
+            OSError: the file could not be written.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
         self._thread.join()
-        now = perf_counter_ns()
-        self._write(self._read_all(goes_on=False))
-        every = [lane for _, own in self._recordings for lane in own]
-        self._write(line for lane in every for line in lane.end(now))
-        self.n_lost = sum(lane.n_lost for lane in every)
-        last = {"name": "rlstructs_end", "ph": "M", "pid": self._pid, "args": {"lost": self.n_lost}}
-        self._file.write(json.dumps(last).encode() + b"\n]\n")
-        self._file.close()
+        now, every = perf_counter_ns(), [lane for _, own in self._recordings for lane in own]
+        with self._file as file:
+            self._write(self._read_all(goes_on=False))
+            self._write(line for lane in every for line in lane.end(now))
+            self.n_lost = sum(lane.n_lost for lane in every)
+            last = {"name": "rlstructs_end", "ph": "M", "pid": self._pid, "args": {"lost": self.n_lost}}
+            file.write(json.dumps(last).encode() + b"\n]\n")
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        while not self._ended.wait(PERIOD):
-            self._write(self._read_all())
+        try:
+            while not self._ended.wait(PERIOD):
+                self._write(self._read_all())
+        except OSError as error:
+            self._error = error
 
     def _read_all(self, goes_on: bool = True) -> Iterator[bytes]:
         for recording, own in self._recordings:
@@ -162,31 +177,42 @@ class LaneWriter:
         self._rollout: dict[str, int] | None = None
         self._is_ending = False  # with its present phase
         self._timed: Sequence[int] = ()
-        # When the worker was replaced, and has not started again; and which recording was read, and how far.
-        self._replaced, self._began, self._n_read = deque[int](), 0, 0
+        # When the worker was replaced, and has not started again.
+        self._replaced = deque[int]()
+        # Which recording is read, how far, and whether it is of what came in the place of another.
+        self._began, self._n_read, self._is_other = 0, 0, False
 
     def convert(self, excerpt: Excerpt, ahead: int) -> Iterator[bytes]:
         """Yields lines for an excerpt, of a clock that is ahead of the trainer's by so many nanoseconds."""
         words, began, first, self._timed = excerpt
-        is_new, self._began = self._began not in (0, began), began
-        n_lost, self._n_read = 0 if is_new else first - self._n_read, first + len(words)
-        times = ((words >> 8) + (began - ahead - self._start)) // 1000
-        times, kinds = np.maximum(times, self._since), words & 0xFF  # a phase may have begun before the timeline
+        if began != self._began:
+            self._is_other, self._began, self._n_read = self._began > 0, began, 0
+        n_lost, self._n_read = first - self._n_read, first + len(words)
+        values, kinds = lanes.unpack(words)
+        # In microseconds of the timeline, before which a phase may have begun.
+        times = np.maximum((values - (ahead + self._start)) // 1000, self._since)
         if n_lost:
             self.n_lost += n_lost
             yield from self._end_rollout(self._since)
             yield from self._enter([UNKNOWN], [self._since])
+        # What came in the place of a worker begins with its start, or, if its node was replaced, a recording.
+        starts = [0][: len(words)] if self._is_other else np.flatnonzero(kinds == START).tolist()
+        self._is_other &= not len(words)
         at = 0
-        starts = np.flatnonzero(kinds == START).tolist() if self._replaced else []
-        for start in [0] if is_new and len(words) else starts[: len(self._replaced)]:
-            yield from self._convert(words[at:start], kinds[at:start], times[at:start])
-            replaced = min(max(self._since, self._replaced.popleft() if self._replaced else 0), int(times[start]))
-            yield from self._end_rollout(replaced)
-            yield from self._enter([RESTART], [replaced])
+        for start in starts[: len(self._replaced)]:
+            yield from self._convert(values[at:start], kinds[at:start], times[at:start])
+            yield from self._restart(int(times[start]))
             at = start
-        yield from self._convert(words[at:], kinds[at:], times[at:])
+        yield from self._convert(values[at:], kinds[at:], times[at:])
 
-    def _convert(self, words: np.ndarray, kinds: np.ndarray, times: np.ndarray) -> Iterator[bytes]:
+    def _restart(self, until: int) -> Iterator[bytes]:
+        """Begins the phase in which the worker is replaced, before this time."""
+        time = min(max(self._since, self._replaced.popleft()), until)
+        yield from self._end_rollout(time)
+        yield from self._enter([RESTART], [time])
+
+    def _convert(self, values: np.ndarray, kinds: np.ndarray, times: np.ndarray) -> Iterator[bytes]:
+        """Yields lines, given what stands in words, their kinds, and the microseconds where they are times."""
         changes = np.flatnonzero(kinds < BEGIN)
         phases, begins = kinds[changes], times[changes]
         if self._is_ending and len(begins):
@@ -195,7 +221,7 @@ class LaneWriter:
         # times, and keep the order of lines with the same time.
         notes = np.flatnonzero((kinds >= BEGIN) & (kinds != VALUE))
         for note, n in zip(notes.tolist(), np.searchsorted(changes, notes).tolist(), strict=True):
-            kind, value, time = int(kinds[note]), int(words[note + 1]) >> 8, int(times[note])
+            kind, value, time = int(kinds[note]), int(values[note + 1]), int(times[note])
             since = int(begins[n - 1]) if n else self._since
             if kind == lanes.END and n < len(begins):
                 yield from self._end_rollout(int(begins[n]))
@@ -248,6 +274,8 @@ class LaneWriter:
     def end(self, now: int) -> Iterator[bytes]:
         """Yields the lines of what has not ended."""
         time = max(self._since, (now - self._start) // 1000)
+        if self._replaced:  # and what came in its place has not recorded anything
+            yield from self._restart(time)
         yield from self._enter([UNKNOWN], [time])
         yield from self._end_rollout(time)
 

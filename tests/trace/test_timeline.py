@@ -317,6 +317,31 @@ def test_a_second_timeline_begins_anew(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_rollout_that_goes_on_from_one_timeline_to_the_next_keeps_its_times(tmp_path):
+    with batcher_of(waiting(1, 0.02, length=100), 1) as batcher:
+        batcher.reset()
+        with batcher.trace(tmp_path / "a"):
+            batcher.execute()
+        begins = time.perf_counter()
+        with batcher.trace(tmp_path / "b"):
+            batcher.get()
+            rollout(batcher)
+        took = time.perf_counter() - begins
+    events = read_events(tmp_path / "b")
+    check(events, 1)
+    assert max(event["ts"] + event.get("dur", 0) for event in events if "ts" in event) / 1e6 <= took
+
+
+def test_a_disk_that_is_full_is_an_error_and_leaves_the_batcher_as_it_was(tmp_path):
+    with batcher_of(waiting(1, 0.0)) as batcher:
+        batcher.reset()
+        with pytest.raises(OSError, match="No space"), batcher.trace("/dev/full"):
+            rollout(batcher)
+        with batcher.trace(tmp_path / "run.json"):
+            rollout(batcher)
+    check(read_events(tmp_path / "run.json"), 2)
+
+
 def test_a_file_that_cannot_be_written_changes_nothing(tmp_path):
     with batcher_of(waiting(1, 0.0)) as batcher:
         with pytest.raises(FileNotFoundError), batcher.trace(tmp_path / "none" / "run.json"):
