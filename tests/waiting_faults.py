@@ -99,7 +99,8 @@ class Fragile(gymnasium.Env):
 
 def create_env(n_envs, seed, kind, folder, at, **pace):
     envs = [Fragile(kind, folder, at + k) for k in range(n_envs)]
-    return GymEnvThreads(envs, seed, step_timeout=STEP_TIMEOUT, **pace)
+    # Others may take longer than that where programs wait for a core.
+    return GymEnvThreads(envs, seed, step_timeout=STEP_TIMEOUT if kind in LATE else None, **pace)
 
 
 def run(kind, rng):
