@@ -1,6 +1,6 @@
 """How much does a replay of frames take, and what does it cost to compress them?
 
-    python benchmarks/frames.py [--steps 100000] [--games Pong Breakout MsPacman] [--repeats 9] [--folder FOLDER]
+    python benchmarks/frames.py [--steps 100000] [--games Pong Breakout MsPacman] [--parts bytes draws collecting]
 
 Parallel workers play Atari games, 84x84 grey frames; what acts holds a random action for a random time, so that things
 move. Each contender is a process of its own that reads the same rollouts and keeps them for stacks of four and their
@@ -45,6 +45,7 @@ N_ALL = N_WORKERS * N_ENVS
 # Steps for which an action is held, at most.
 LONGEST = 16
 SETTINGS = {"rlstructs": None, "rlstructs zstd:1": "zstd:1", "rlstructs zstd": "zstd"}
+PARTS = ["bytes", "draws", "collecting"]
 # The bytes of a step at most, of rlstructs with zstd.
 MUST = {"Pong": 600, "Breakout": 700, "MsPacman": 1600}
 METHODS = {"sb3-extra-buffers rle-jit": "rle-jit", "sb3-extra-buffers zstd3": "zstd3"}
@@ -256,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--games", nargs="+", default=["Pong", "Breakout", "MsPacman"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
         "--folder", type=Path, help="of rollouts, a folder for each game; those that are there are read"
@@ -270,9 +272,12 @@ def main() -> None:
         for game in arguments.games:
             if not (folder / game).exists():
                 play(game, arguments.steps, folder / game)
-            compare(game, folder / game, arguments.repeats)
-        compare_draws(folder / arguments.games[0], arguments.repeats)
-        compare_collecting(arguments.games[0], arguments.repeats)
+            if "bytes" in arguments.parts:
+                compare(game, folder / game, arguments.repeats)
+        if "draws" in arguments.parts:
+            compare_draws(folder / arguments.games[0], arguments.repeats)
+        if "collecting" in arguments.parts:
+            compare_collecting(arguments.games[0], arguments.repeats)
 
 
 if __name__ == "__main__":

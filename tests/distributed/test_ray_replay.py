@@ -166,7 +166,7 @@ def test_a_compressed_one_draws_the_rows_of_a_raw_one(cluster, compression):
                 memory.extend(Trajectories(rollout().info, TemporalDictTensor(steps, lengths)))
             batches.append((memory.sample(64), memory.stats()))
     (raw, raw_stats), (packed, stats) = batches
-    assert stats["rows"] == raw_stats["rows"] and stats["nbytes"] < raw_stats["nbytes"]
+    assert stats["rows"] == raw_stats["rows"] > 0
     assert all(torch.equal(raw[name], packed[name]) for name in raw)
 
 
