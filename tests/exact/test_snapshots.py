@@ -295,7 +295,9 @@ def test_a_client_of_pybullet_is_not_copied_but_its_episode_is_played_again():
     assert take_state(env, make_env).methods == ["replay"] and BulletClient.connected == before
     copied = GymEnvInf([InBullet(9)], 0)
     copied.reset()
-    with pytest.raises(SpecError, match="PyBullet's client is only the number of a simulator, which a copy would share"):
+    with pytest.raises(
+        SpecError, match="PyBullet's client is only the number of a simulator, which a copy would share"
+    ):
         take_state(copied, lambda: GymEnvInf([InBullet(9)], 0))
 
 
