@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +25,11 @@ from rlstructs.replay import (
     PrioritizedReplayBuffer,
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
+    TensorStorage,
     VectorReplayBuffer,
 )
 from rlstructs.replay.intake.trajectories import NAMES, take_trajectories
-from rlstructs.replay.rows import compression
+from rlstructs.replay.rows import compression, on_disk
 from rlstructs.structures.arrays import raw_of
 
 N_LANES, CAPACITY = 3, 20
@@ -105,7 +109,7 @@ def _tianshou(cls, *args, n=N_LANES, names=TIANSHOU, **settings):
 PER = {"alpha": 0.6, "beta": 0.4}
 
 
-def _surfaces(**settings):
+def _surfaces(storage=ListStorage, **settings):
     """Every surface beside skrl's memories; all with these settings."""
 
     def tianshou(cls, *args, **more):
@@ -130,11 +134,11 @@ def _surfaces(**settings):
             NAMES,
         ),
         "DictTensorReplayBuffer": Surface(
-            lambda: DictTensorReplayBuffer(storage=ListStorage(CAPACITY, **settings), generator=0), TORCHRL,
+            lambda: DictTensorReplayBuffer(storage=storage(CAPACITY, **settings), generator=0), TORCHRL,
             is_one=True,
         ),
         "DictTensorPrioritizedReplayBuffer": Surface(
-            lambda: DictTensorPrioritizedReplayBuffer(storage=ListStorage(CAPACITY, **settings), generator=0, **PER),
+            lambda: DictTensorPrioritizedReplayBuffer(storage=storage(CAPACITY, **settings), generator=0, **PER),
             TORCHRL, is_one=True,
         ),
         "Shard": Surface(
@@ -150,6 +154,19 @@ COMPRESSED = {"compression": dict.fromkeys(
     ["observations", "next_observations", "obs", "obs_next", "obs/achieved_goal", "obs/desired_goal", "next/obs"],
     "zstd:1",
 )}  # fmt: skip
+# Columns of longer rows than a number are read and written by row; the others are mapped.
+on_disk.LARGE = 9
+FOLDERS, _numbers = tempfile.TemporaryDirectory(prefix="rlstructs-"), itertools.count()
+
+
+class _NewPath(os.PathLike):
+    """Another folder each time."""
+
+    def __fspath__(self):
+        return f"{FOLDERS.name}/{next(_numbers)}"
+
+
+ON_DISK = {"path": _NewPath()}
 SURFACES = _surfaces()
 EVERY_SURFACE = [
     *(pytest.param(_memory(*(kind.values if hasattr(kind, "values") else [kind]), "PrioritizedMemory"),
@@ -159,5 +176,8 @@ EVERY_SURFACE = [
     *(pytest.param(_memory(kind, "PrioritizedMemory", **COMPRESSED), id=f"compressed memory of {kind}")
       for kind in ON_HOST),
     *(pytest.param(surface, id=f"compressed {name}") for name, surface in _surfaces(**COMPRESSED).items()
+      if name != "Shard"),
+    *(pytest.param(_memory(kind, "PrioritizedMemory", **ON_DISK), id=f"on-disk memory of {kind}") for kind in ON_HOST),
+    *(pytest.param(surface, id=f"on-disk {name}") for name, surface in _surfaces(TensorStorage, **ON_DISK).items()
       if name != "Shard"),
 ]  # fmt: skip

@@ -45,9 +45,14 @@ class Memory(StoredTensors, ABC):
         compression: "zstd" (or "zstd:LEVEL", from 1, quick, to 22, small; 3 by default) compresses the rows of tensors
             of uint8 and bool with 512 bytes or more per row, or a mapping says so by name, for any dtype. Batches are
             the same. Needs the extra `zstd`. A compressed tensor has no live tensor.
+        path: a folder for the rows; None for memory. Tensors with rows of 256 bytes or more are read and written in
+            files, which take no memory of the process and have no live tensor; the others are mapped. A folder that a
+            program left, or was killed with, opens again with every row that was whole, all episodes ended; priorities
+            and the random stream are in files of `save` alone. One memory at a time has it open.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
+        FileError, StateError: the folder is of another memory, or damaged; or it is open already.
     """
 
     framework: Framework
@@ -66,12 +71,13 @@ class Memory(StoredTensors, ABC):
         seed: int | None = None,
         strict: bool = False,
         compression: Setting = None,
+        path: str | Path | None = None,
     ) -> None:
         self.memory_size = check_count("memory_size", memory_size)
         self.num_envs = check_count("num_envs", num_envs)
         self.strict = strict
         device = choose_device(type(self).__name__, self.framework, device, strict)
-        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device, compression)
+        self._tensors = Tensors(self.framework, self.memory_size, self.num_envs, device, compression, path)
         self._storage = self._tensors.storage
         self._intake = TensorIntake(self._tensors)
         self.export = export

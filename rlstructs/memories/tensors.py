@@ -22,9 +22,11 @@ from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
-from rlstructs.replay.rows.compression import Compression, Setting
+from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
-from rlstructs.replay.rows.lanes import REWRITES, SLOT, InStep
+from rlstructs.replay.rows.folder import make_storage
+from rlstructs.replay.rows.in_step import InStep
+from rlstructs.replay.rows.lanes import REWRITES, SLOT
 from rlstructs.replay.rows.on_device import TensorColumns
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
@@ -58,7 +60,7 @@ class Tensors:
         memory_size: rows per environment.
         num_envs: number of environments.
         device: the library's device of batches, which decides where the rows lie.
-        compression: which tensors are compressed; see `Memory`.
+        compression, path: which tensors are compressed, and a folder for the rows; see `Memory`.
 
     Attributes:
         lead: the first two axes of every tensor, memory_size and num_envs.
@@ -69,7 +71,7 @@ class Tensors:
     """
 
     def __init__(
-        self, framework: Framework, memory_size: int, num_envs: int, device: Any, compression: Setting = None
+        self, framework: Framework, memory_size: int, num_envs: int, device: Any, compression: Setting, path: Any
     ) -> None:
         self.framework, self.device, self.lead = framework, device, (memory_size, num_envs)
         self.dtypes: dict[str, Any] = {}
@@ -81,10 +83,8 @@ class Tensors:
         self._live: dict[tuple[str, bool], tuple[Any, Any]] = {}  # arrays that programs got, and the columns below them
         where = framework.device_of_rows(device)
         columns = None if where is None else TensorColumns(num_envs, memory_size, SLOT, where)
-        if compression is not None and columns is not None:
-            raise SpecError(f"compression needs rows in host memory, and they lie on {where}: give device='cpu'")
-        self.storage = Storage(num_envs, memory_size, order=SLOT, columns=columns)
-        self.storage.columns.compression = Compression.of(compression)
+        self.storage = make_storage("Memory", num_envs, memory_size, SLOT, columns, compression, path)
+        self.dtypes |= {name: self.find_dtype(name, spec) for name, spec in self.storage.columns.specs.items()}
 
     @property
     def nbytes(self) -> int:
@@ -196,9 +196,10 @@ class Tensors:
     def get_live(self, name: str, keepdim: bool = True) -> Any:
         """Returns a tensor over the store's memory; a copy in jax."""
         columns = self.allocate().columns
-        if columns.is_compressed(name):
+        if not columns.is_in_memory(name):
             reading = "read its rows by sample, sample_all or sample_by_index, and write them by set_tensor_by_name"
-            raise StateError(f"{name!r} is compressed, and has no live tensor: {reading}")
+            where = "compressed" if columns.is_compressed(name) else "in a file"
+            raise StateError(f"{name!r} is {where}, and has no live tensor: {reading}")
         self._expose(name)
         flat, (kept, live) = columns.flat[name], self._live.get((name, keepdim), (None, None))
         if kept is flat:

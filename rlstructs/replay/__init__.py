@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         SliceSamplerWithoutReplacement,
     )
     from rlstructs.replay.torchrl.storages import (
-        CompressedListStorage,
         LazyMemmapStorage,
         LazyTensorStorage,
         ListStorage,
@@ -60,7 +59,6 @@ _EXPORTS = {
     "CachedReplayBuffer": "tianshou.cached",
     "ChunkBatch": "rlberry.chunks",
     "ChunkReplayBuffer": "rlberry.chunks",
-    "CompressedListStorage": "torchrl.storages",
     "Compression": "rows.compression",
     "Compose": "torchrl.transforms",
     "DictTensorPrioritizedReplayBuffer": "torchrl.buffer",
@@ -101,7 +99,6 @@ __all__ = [
     "ChunkBatch",
     "ChunkReplayBuffer",
     "Compose",
-    "CompressedListStorage",
     "Compression",
     "DictTensorPrioritizedReplayBuffer",
     "DictTensorReplayBuffer",

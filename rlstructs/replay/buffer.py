@@ -20,8 +20,9 @@ from rlstructs.replay.keep.saving import Form
 from rlstructs.replay.keep.stored import Stored
 from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.columns import Columns
+from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.folder import make_storage
 from rlstructs.replay.rows.spec import Spec
-from rlstructs.replay.rows.store import Storage
 from rlstructs.structures.trajectories import Trajectories
 
 
@@ -36,6 +37,7 @@ class Buffer(Stored):
         device: of samples; None for the library's default device.
         reading: how rows are read when they are sampled.
         columns: to store the rows in; None for host memory.
+        compression, path: which columns are compressed, and a folder for the rows; see `Memory`.
     """
 
     _intake: Intake
@@ -51,11 +53,14 @@ class Buffer(Stored):
         device: Any = None,
         reading: Reading | None = None,
         columns: Columns | None = None,
+        compression: Setting = None,
+        path: str | Path | None = None,
     ) -> None:
         self._export = Exporter(framework, device)
         self._stream = Stream(generator_of(seed))
         self._reading = Reading() if reading is None else reading
-        self._storage = Storage(n_lanes, capacity, columns=columns)
+        settings: Any = {"columns": columns, "compression": compression, "path": path}
+        self._storage = make_storage(self._form.kind(self), n_lanes, capacity, **settings)
         self._storage.track_episodes()
         self._intake = Intake(self._storage, type(self).__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,13 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
+from rlstructs.errors import FileError
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
-from rlstructs.replay.rows.compression import Compression, Setting
+from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.folder import make_storage
 from rlstructs.replay.rows.lanes import LANE, SLOT
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
-from rlstructs.replay.rows.store import Storage
 from rlstructs.workers.limits import available_bytes
 from rlstructs.workers.public_names import set_module
 
@@ -49,6 +51,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
             after the end of an episode is the true one, and every row can be drawn.
         handle_timeout_termination: whether the `dones` of samples are 0 where `TimeLimit.truncated` is in the info.
         compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns; see `Memory`.
+        path: a folder for the rows, which opens again after a program was killed; see `Memory`.
     """
 
     pos: int
@@ -69,18 +72,25 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         compression: Setting = None,
+        path: str | Path | None = None,
     ) -> None:
         buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
-        self._storage = Storage(n_envs, self.buffer_size, order=self._order)
-        self._storage.columns.compression = Compression.of(compression)
+        where: Any = {"compression": compression, "path": path}
+        self._storage = make_storage(type(self).__name__, n_envs, self.buffer_size, self._order, **where)
         specs, linked = self._specs(), {}
         if optimize_memory_usage:
             linked = {name: name.removeprefix("next_") for name in specs if name.startswith(NEXT)}
         own = {name: spec for name, spec in specs.items() if name not in linked}
         _warn_of_memory(self._storage.columns.nbytes_per_row(own), self)
-        self._storage.add_columns(specs, linked)
+        if not self._storage.columns.specs:
+            self._storage.add_columns(specs, linked)
+        elif (found := self._storage.columns.specs) != specs or self._storage.columns.links.keys() != linked.keys():
+            raise FileError(f"{path}: holds columns {found}, expected {specs}, of which {sorted(linked)} are linked")
+        ring = self._storage.ring
+        ring.head[:] = head = int(ring.head.min())  # a program may have been killed as it raised them
+        self.pos, self.full = head % self.buffer_size, head - int(ring.oldest().max()) == self.buffer_size
         self._names = list(specs)
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
         self._before = [name for name in specs if name not in self._after]
@@ -169,20 +179,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return buffers.BaseBuffer.sample(self, batch_size, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        return self._read(self._choose_lanes(batch_inds), env)
-
-    def _choose_lanes(self, slots: np.ndarray) -> np.ndarray:
-        """Draws an environment for each slot; returns the row ids, int64 (B,).
-
-        Rows that have left a memory with `max_bytes` are replaced by draws of those that are left.
-        """
-        lanes, storage = np.random.randint(0, high=self.n_envs, size=slots.shape), self._storage
-        rows = storage.columns.rows(lanes, slots)
-        if storage.ring.floor.any():
-            view = storage.view()
-            gone = ~view.has(rows)
-            rows[gone] = view.row_ids(np.random.randint(0, view.total, np.count_nonzero(gone)))
-        return rows
+        lanes = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        return self._read(self._storage.columns.rows(lanes, batch_inds), env)
 
     def _gather(self, names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
         storage = self._storage
@@ -318,8 +316,8 @@ class NStepReplayBuffer(ReplayBuffer):
         self.n_steps, self.gamma = check_count("n_steps", n_steps), gamma
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        lanes, firsts = self._storage.columns.places(self._choose_lanes(batch_inds))
-        slots = (firsts[:, None] + np.arange(self.n_steps)) % self.buffer_size
+        lanes = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)
+        slots = (batch_inds[:, None] + np.arange(self.n_steps)) % self.buffer_size
         rows = self._storage.columns.rows(lanes[:, None], slots)
         steps = self._gather([REWARDS, DONES, TIMEOUTS], rows.reshape(-1))
         rewards, dones, timeouts = (steps[name].reshape(rows.shape) for name in (REWARDS, DONES, TIMEOUTS))

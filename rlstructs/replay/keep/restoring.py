@@ -189,7 +189,7 @@ def make_room(
             if name in linked:
                 cast(LinkedColumns, fresh).link(name, linked[name])
         if storage.episodes is not None and capacity != columns.capacity:
-            episodes = Episodes(Ring(storage.ring.counters, capacity), columns.order)
+            episodes = Episodes(Ring(storage.ring.counters, capacity), columns.order, storage._backing)
 
         def take_over() -> None:
             storage.take_columns(fresh, episodes)

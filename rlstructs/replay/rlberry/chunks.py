@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.gathered_column import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.rows.compression import Compression, Setting
+from rlstructs.replay.rows.compression import Setting
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 
@@ -85,6 +86,7 @@ class ChunkReplayBuffer(Buffer):
         stack_num: observations become the last so many of their episode, on a new axis `(B, T, stack_num, ...)`.
         stack_keys: which tags are stacked; None for all observations.
         compression: "zstd", "zstd:LEVEL", or tag -> one of these, compresses columns; see `Memory`.
+        path: a folder for the rows, which opens again after a program was killed; see `Memory`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -123,6 +125,7 @@ class ChunkReplayBuffer(Buffer):
         stack_num: int = 1,
         stack_keys: Sequence[str] | None = None,
         compression: Setting = None,
+        path: str | Path | None = None,
     ) -> None:
         # The private one has rlberry's name, which its programs read.
         self.max_replay_size = self._max_replay_size = check_count("max_replay_size", max_replay_size)
@@ -133,12 +136,13 @@ class ChunkReplayBuffer(Buffer):
             raise SpecError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}")
         keys = None if stack_keys is None else check_names("stack_keys", stack_keys, "tags")
         capacity, reading = -(-self.max_replay_size // self.n_lanes), Reading(n_step, gamma, stack_num, keys)
-        super().__init__(self.n_lanes, capacity, seed=rng, framework=framework, device=device, reading=reading)
-        self._storage.columns.compression = Compression.of(compression)
+        where: Any = {"framework": framework, "device": device, "compression": compression, "path": path}
+        super().__init__(self.n_lanes, capacity, seed=rng, reading=reading, **where)
         # rlberry's agents give infinity for an environment without a limit.
         has_limit = max_episode_steps is not None and max_episode_steps != math.inf
         limit = check_count("max_episode_steps", max_episode_steps) if has_limit else None
         self._intake = TaggedIntake(self._storage, type(self).__name__, limit)
+        self._intake.set_tags(dict(self._storage.columns.specs))
         self._episode_ends = episode_ends
         self._alpha, self.beta = exponent("alpha", alpha), beta
         self._priorities: Priorities | None = None

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlstructs.errors import OutOfMemoryError, SpecError
+from rlstructs.replay.rows.objects import ObjectBlock
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.workers.arena import SharedArena
 from rlstructs.workers.limits import available_bytes
 
@@ -39,6 +41,14 @@ class Backing(Protocol):
 
         In a sparse block most bytes are never touched, and take no memory.
         """
+
+    def rows(self, name: str, spec: Spec, n_rows: int, sparse: bool = False) -> Block:
+        """Allocates the rows of a column."""
+        return ObjectBlock(n_rows) if spec.is_object else self.allocate(name, spec.nbytes * n_rows, sparse)
+
+    def available_bytes(self) -> int | None:
+        """Returns how many more bytes there is room for; None if unknown."""
+        return available_bytes()
 
 
 class Block(Protocol):
@@ -124,7 +134,7 @@ class SharedBlock:
         return {"_nbytes": self._nbytes, "_arena": self._arena}
 
 
-class Heap:
+class Heap(Backing):
     """Ordinary memory."""
 
     has_records = True
@@ -133,7 +143,7 @@ class Heap:
         return SparseBlock(nbytes) if sparse else HeapBlock(nbytes)
 
 
-class Shared:
+class Shared(Backing):
     """Memory that a store shares with the processes that are started with it."""
 
     has_records = True
@@ -142,7 +152,7 @@ class Shared:
         return SharedBlock(nbytes, sparse)
 
 
-class Folder:
+class Folder(Backing):
     """Files in a folder, which is created with the first file.
 
     A pickle holds copies, for a temporary folder.
@@ -178,6 +188,9 @@ class Folder:
             for file in self._ours():
                 file.unlink()
         return self.path
+
+    def available_bytes(self) -> int | None:
+        return shutil.disk_usage(self.made()).free
 
     def _ours(self) -> list[Path]:
         """Lists files that may be overwritten; raises SpecError for others."""

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import MissingKeyError, SpecError, StateError
-from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock, available_bytes
+from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock
 from rlstructs.replay.rows.compressed import BYTES_PER_ROW, CompressedBlock
 from rlstructs.replay.rows.compression import Compression
 from rlstructs.replay.rows.lanes import LANE, SLOT, Clock, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT, ObjectBlock, private_rows
+from rlstructs.replay.rows.on_disk import FileBlock
 from rlstructs.replay.rows.records import (
     LEAST_RECORDS,
     MANY_LANES,
@@ -111,6 +112,8 @@ class Columns(RowIds):
             return block.values
         if isinstance(block, CompressedBlock):
             return block.rows(getattr(self, "ring", None))  # type: ignore[return-value] # it is indexed as an array
+        if isinstance(block, FileBlock):
+            return block.rows()  # type: ignore[return-value] # so is this
         if isinstance(block, Record):
             return block.rows_of(name)
         return block.bytes().view(spec.dtype).reshape(self.n_rows, *spec.shape)
@@ -127,10 +130,8 @@ class Columns(RowIds):
             record = Record(group, self.n_rows, lambda n_bytes, name=name: self._backing.allocate(name, n_bytes))  # type: ignore[misc]
             blocks |= dict.fromkeys(group, record)
         for name, spec in specs.items():
-            if spec.is_object:
-                blocks[name] = ObjectBlock(self.n_rows)
-            elif name not in blocks:
-                blocks[name] = self._backing.allocate(name, spec.nbytes * self.n_rows)
+            if name not in blocks:
+                blocks[name] = self._backing.rows(name, spec, self.n_rows)
         return blocks
 
     def use(self, ring: Ring) -> None:
@@ -174,6 +175,10 @@ class Columns(RowIds):
         """Whether a column is compressed."""
         return isinstance(self._blocks.get(name), CompressedBlock)
 
+    def is_in_memory(self, name: str) -> bool:
+        """Whether a column's rows are in memory as they are read: neither compressed nor in a file."""
+        return not isinstance(self._blocks.get(name), (CompressedBlock, FileBlock))
+
     def nbytes_per_row(self, specs: Mapping[str, Spec]) -> int:
         """Counts the bytes of a row of columns that are added together; see `nbytes_of`."""
         groups = self._group(
@@ -184,7 +189,7 @@ class Columns(RowIds):
 
     def available_bytes(self) -> int | None:
         """Returns the bytes available for more columns; None if unknown."""
-        return available_bytes()
+        return self._backing.available_bytes()
 
     def add(self, name: str, spec: Spec) -> None:
         """Adds a column; all of its rows are unwritten."""
@@ -326,7 +331,7 @@ class Columns(RowIds):
         spec, block = self.specs[name], self._blocks[name]
         if isinstance(block, Record):
             return block.items_of(name)
-        if spec.is_object or not spec.nbytes or isinstance(block, CompressedBlock):
+        if spec.is_object or not spec.nbytes or not self.is_in_memory(name):
             return None
         return np.ndarray(self.n_rows, row_dtype(spec), self.flat[name])
 

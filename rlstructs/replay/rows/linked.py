@@ -18,7 +18,7 @@ from rlstructs.errors import StateError
 from rlstructs.replay.rows.backing import Backing
 from rlstructs.replay.rows.columns import Columns, pieces
 from rlstructs.replay.rows.compressed import CompressedBlock
-from rlstructs.replay.rows.lanes import ALL, BASE, HEAD, LANE
+from rlstructs.replay.rows.lanes import ALL, BASE, HEAD, LANE, RowIds
 from rlstructs.replay.rows.spec import Spec
 
 # Columns with smaller rows (bytes) are not linked: looking up where a value is stored would cost more than it saves.
@@ -41,16 +41,28 @@ class Link:
         waiting: (2, n_lanes, *shape), values of two rows per lane. The newest row's value is never overwritten before
             the head has passed the next row, so an interrupted write changes nothing.
         steps: int64 (2, n_lanes), the steps of these rows.
+        file: which has the last three; None in memory.
     """
 
     source: str
     is_separate: np.ndarray
     waiting: np.ndarray
     steps: np.ndarray
+    file: str | None = None
 
     def find_newest(self, head: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Finds the waiting value of the newest row: 0 or 1 per lane."""
         return np.asarray(self.steps[1, lanes] == head[lanes] - 1, np.intp)
+
+
+def make_link(ids: RowIds, source: str, spec: Spec, backing: Backing) -> Link:
+    """Makes the storage of a column like `source`, in one block."""
+    n_bytes = 2 * ids.n_lanes * spec.nbytes
+    block = backing.allocate(source, 16 * ids.n_lanes + n_bytes + ids.n_rows)
+    steps, waiting, is_separate = np.split(block.bytes(), [16 * ids.n_lanes, 16 * ids.n_lanes + n_bytes])
+    waiting = waiting.view(spec.dtype).reshape(2, ids.n_lanes, *spec.shape)
+    steps = steps.view(np.int64).reshape(2, ids.n_lanes)
+    return Link(source, is_separate.view(bool), waiting, steps, getattr(block, "file", None))
 
 
 class _Step:
@@ -142,17 +154,17 @@ class LinkedColumns(Columns):
         It is like `source`, which must be empty.
         """
         spec = self.specs[source]
-        waiting = np.zeros((2, self.n_lanes, *spec.shape), spec.dtype)
-        steps = np.full((2, self.n_lanes), NONE)
+        link = make_link(self, source, spec, self._backing)
+        link.steps[...] = NONE
         below = self._blocks[source]
         with self.clock.counting(of_columns=True):
             # Empty rows are not even marked as unwritten, so that sparse memory stays untouched.
             if isinstance(below, CompressedBlock):
                 self._blocks[name] = below.beside(name, spec, self._backing)
             else:
-                self._blocks[name] = self._backing.allocate(name, self.n_rows * spec.nbytes, sparse=True)
+                self._blocks[name] = self._backing.rows(name, spec, self.n_rows, sparse=True)
             self._separate.pop(name, None), self._steps.pop(name, None)
-            self.links[name] = Link(source, np.zeros(self.n_rows, bool), waiting, steps)
+            self.links[name] = link
             self.specs = {**self.specs, name: Spec(spec.dtype, spec.shape, 0, spec.is_bfloat16)}
 
     def unlink(self, name: str) -> None:

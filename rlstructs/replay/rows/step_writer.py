@@ -19,7 +19,8 @@ from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.rows.episodes import EPISODE, FEW, LENGTH, TIME
-from rlstructs.replay.rows.lanes import InStep, keep_order
+from rlstructs.replay.rows.in_step import InStep
+from rlstructs.replay.rows.lanes import keep_order
 from rlstructs.replay.rows.records import as_items
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_copies import BITS, Copied, PlanColumn, StepCopies

@@ -28,6 +28,7 @@ from rlstructs.replay.rows.copies import CopiedWhole, renew_lock_after_fork
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EDITS, LANE, REWRITES, Clock, Counters, Instant, Ring, RowIds, keep_order
 from rlstructs.replay.rows.linked import LinkedColumns
+from rlstructs.replay.rows.on_disk import Disk
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.trace.lane import DRAW, within
 
@@ -70,12 +71,11 @@ class Storage(CopiedWhole):
         backing: Backing | None = None,
         columns: Columns | None = None,
     ) -> None:
-        backing = Heap() if backing is None else backing
+        self._backing = backing = Heap() if backing is None else backing
         self.columns = LinkedColumns(n_lanes, capacity, order, backing) if columns is None else columns
         self.episodes: Episodes | None = None
         # Clearing the store continues the steps at a multiple of this.
         self.alignment = capacity
-        self._backing = backing
         self.counters = Counters(n_lanes, backing)
         self.lock = threading.RLock()
         self._view: View | None = None
@@ -468,7 +468,9 @@ class Storage(CopiedWhole):
             OutOfMemoryError: there is too little memory; nothing changes.
         """
         with self.lock:
-            if not self.is_private:  # it is shared already, and other processes map it
+            if isinstance(self._backing, Disk) and not self.columns.links:  # which every process may map
+                self._backing.is_shared, self.is_private = True, False
+            if not self.is_private:  # it is shared, and other processes map it
                 return
             backing = Shared()
             moves = [self.columns.copy_to(backing), self.counters.copy_to(backing)]
@@ -485,8 +487,8 @@ class Storage(CopiedWhole):
         return self.now() if self.is_private else self.clock.draws
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("ring", "lock", "_view", "_ids")
-        return {key: value for key, value in super().__getstate__().items() if key not in left_out}
+        own = super().__getstate__()
+        return {key: own[key] for key in own if key not in ("ring", "lock", "_view", "_ids")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)

@@ -23,7 +23,7 @@ from rlstructs.replay.keep import saving
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.compression import Compression, Setting
+from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns
 from rlstructs.replay.tianshou.intake import TransitionIntake
@@ -67,6 +67,7 @@ class ReplayBuffer(Buffer):
         new_keys: whether unknown keys "grow" a column, zero in the rows before, or are an "error".
         missing_keys: whether to "fill" missing keys with zeros, or whether they are an "error".
         compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns; see `Memory`.
+        path: a folder for the rows, which opens again after a program was killed; see `Memory`.
 
     Raises:
         TypeError, SpecError: an argument is invalid.
@@ -108,6 +109,7 @@ class ReplayBuffer(Buffer):
         new_keys: str = GROW,
         missing_keys: str = FILL,
         compression: Setting = None,
+        path: str | Path | None = None,
         **unknown: Any,
     ) -> None:
         check_arguments(type(self).__name__, size, stack_num, unknown)
@@ -124,10 +126,9 @@ class ReplayBuffer(Buffer):
             missing_keys,
             compression,
         )
-        reading = Reading(n_step, gamma)
         capacity = max(lane_size, 1)  # of a placeholder too: no store has none
-        super().__init__(self._n_lanes, capacity, seed=random_seed, framework=framework, device=device, reading=reading)
-        self._storage.columns.compression = Compression.of(compression)
+        where: Any = {"framework": framework, "device": device, "compression": compression, "path": path}
+        super().__init__(self._n_lanes, capacity, seed=random_seed, reading=Reading(n_step, gamma), **where)
         self._table = Table(self._storage, lane_size, self._is_stacked)
         self._intake = TransitionIntake(self._table, type(self).__name__, self._options)
         self._reader = Reader(self._table, self._options, self._export, self._stream)

@@ -195,7 +195,7 @@ class Table:
 
     def column(self, name: str) -> np.ndarray | LazyColumn:
         """Returns a column, `(maxsize, ...)`; a view if it stores its own rows."""
-        if name in self.storage.columns.links or self.storage.columns.is_compressed(name):
+        if name in self.storage.columns.links or not self.storage.columns.is_in_memory(name):
             return self.gather_lazily(name)
         whole, n = self.storage.columns.flat[name], self.n_lanes * self.lane_size
         if self.columns[name].is_bfloat16:

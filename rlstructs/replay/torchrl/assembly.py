@@ -61,6 +61,7 @@ class Assembly:
     def start(self, store: Storage, export: Exporter, owner: Any) -> None:
         """Gives the parts to a buffer with this store."""
         self.store, self.export, self.marks = store, export, EpisodeMarks(store, self.sampler)
+        self.marks.are_known = self.marks.are_in(store.columns.specs)  # those of a folder
         store.alignment, store.max_size = self.storage.alignment, self.storage.max_size
         self.sampler.start(store, self.storage.max_size)
         self.writer.changed()

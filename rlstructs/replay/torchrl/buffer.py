@@ -20,7 +20,6 @@ from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.trajectories import take_trajectories
 from rlstructs.replay.keep.checks import Claims
-from rlstructs.replay.rows.compression import Compression
 from rlstructs.replay.torchrl import editing, keeping
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.batches import Sampling
@@ -62,8 +61,9 @@ class DictTensorBase(Buffer):
             device=device,
             reading=parts.reading,
             columns=parts.storage.columns(),
+            compression=parts.storage.compression,
+            path=parts.storage.path,
         )
-        self._storage.columns.compression = Compression.of(parts.storage.compression)
         self._parts.stream = self._stream
         self._intake.is_for_one_process = True  # writers would need turns, and samplers follow them
         parts.start(self._storage, self._export, self)

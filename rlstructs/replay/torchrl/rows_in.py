@@ -37,7 +37,8 @@ class RowIntake:
     """
 
     def __init__(self, parts: Assembly, intake: Intake) -> None:
-        self.parts, self._intake, self.n_written = parts, intake, 0
+        ring = parts.store.ring
+        self.parts, self._intake, self.n_written = parts, intake, int(ring.head[0] - ring.base[0])
 
     def convert(self, values: Mapping[str, Any], unknown: str = ERROR, missing: str = ERROR) -> dict[str, Any]:
         """Converts rows (n, ...) for columns, (1, n, ...); adds missing columns.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import check_count, check_size
+from rlstructs.checks import check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.rows.backing import Folder, FolderBlock
 from rlstructs.replay.rows.columns import Columns
-from rlstructs.replay.rows.compression import Compression, Setting
+from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.rows.lanes import LANE
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.on_device import TensorColumns
@@ -51,12 +50,13 @@ class ReplayStorage(Part):
         capacity: the number of rows that fit at first.
         data: rows to begin with; None for none.
         device: where the rows are; None for the host.
-        compression: which columns are compressed.
+        compression, path: which columns are compressed, and a folder for the rows.
     """
 
     data: Any = None
     device: torch.device | None = None
     compression: Setting = None
+    path: str | Path | None = None
 
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         self.max_size = self.capacity = check_size("max_size", max_size)
@@ -172,43 +172,6 @@ class ListStorage(ReplayStorage):
 
 
 @set_module("rlstructs.replay")
-class CompressedListStorage(ListStorage):
-    """A `ListStorage` of compressed rows.
-
-    It compresses columns of uint8 and bool with rows of 512 bytes or more; `ListStorage(compression=...)` others.
-
-    Args:
-        max_size: largest number of rows.
-        compression_fn, decompression_fn: must be None, as zstd is used.
-        compression_level: zstd's, from 1 to 22.
-        device: None or the CPU.
-        compilable: changes nothing, as nothing is compiled.
-
-    Raises:
-        ImportError: there is no zstd.
-
-    Example:
-        >>> CompressedListStorage(100, compression_level=1)
-        CompressedListStorage(max_size=100)
-    """
-
-    def __init__(
-        self,
-        max_size: int | None = None,
-        *,
-        compression_fn: Any = None,
-        decompression_fn: Any = None,
-        compression_level: int = 3,
-        device: Any = None,
-        compilable: bool = False,
-    ) -> None:
-        functions = {"compression_fn": compression_fn, "decompression_fn": decompression_fn}
-        check_neutral(type(self).__name__, functions, dict.fromkeys(functions))
-        setting = Compression(f"zstd:{check_count('compression_level', compression_level)}")
-        super().__init__(max_size, device=device, compression=setting)
-
-
-@set_module("rlstructs.replay")
 class TensorStorage(ReplayStorage):
     """Memory for all rows, allocated with the first one; also called `LazyTensorStorage`.
 
@@ -219,6 +182,7 @@ class TensorStorage(ReplayStorage):
         ndim: must be 1.
         compilable: changes nothing, as nothing is compiled.
         compression: "zstd", "zstd:LEVEL", or column -> one of these, compresses columns of the host; see `Memory`.
+        path: a folder for the rows, which opens again after a program was killed; see `Memory`.
         others: further arguments of torchrl's, which change nothing or must be False.
 
     Raises:
@@ -240,9 +204,10 @@ class TensorStorage(ReplayStorage):
         ndim: int = 1,
         compilable: bool = False,
         compression: Setting = None,
+        path: str | Path | None = None,
         **others: Any,
     ) -> None:
-        self.compression = compression
+        self.compression, self.path = compression, path
         neutral = {"consolidated": False, "shared_init": False, "cleanup_memmap": ANY}
         check_neutral(type(self).__name__, others, neutral)
         if isinstance(storage, (int, float, np.integer, np.floating)) and max_size is None:
@@ -256,8 +221,8 @@ class TensorStorage(ReplayStorage):
             raise SpecError(f"max_size is {self.max_size}, but there are {rows.n} rows")
         named = torch.device("cpu" if device in (None, AUTO) else device)
         self.device = None if named.type == "cpu" else named
-        if compression is not None and (self.device is not None or self._is_auto):
-            raise SpecError(f"compression needs rows in host memory: leave out device, got {device!r}")
+        if (compression is not None or path is not None) and (self.device is not None or self._is_auto):
+            raise SpecError(f"compression and path need rows of the host: leave out device, got {device!r}")
         if rows is not None:
             self.settle(rows.values)
 
@@ -338,10 +303,6 @@ class FolderColumns(LinkedColumns):
     def __init__(self, capacity: int, folder: Folder) -> None:
         self.folder = folder
         super().__init__(1, capacity, LANE, folder)
-
-    def available_bytes(self) -> int | None:
-        """Returns the free bytes on the disk of the folder."""
-        return shutil.disk_usage(self.folder.made()).free
 
     def remove(self) -> None:
         """Removes the files."""

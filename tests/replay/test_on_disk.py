@@ -1,0 +1,485 @@
+"""Rows in a folder: those of raw columns, bit for bit, also after the program that wrote them was killed."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from frameworks import flat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from surfaces import EVERY_SURFACE, N_LANES
+
+from rlstructs import DictTensor, FileError, SpecError, StateError, TemporalDictTensor, Trajectories
+from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
+from rlstructs.replay import ChunkReplayBuffer, DictTensorReplayBuffer, ReplayBuffer, TensorStorage, VectorReplayBuffer
+from rlstructs.replay.rows import on_disk, step_writer
+from rlstructs.replay.rows.folder import make_storage
+from rlstructs.replay.rows.lanes import LANE, SLOT
+from rlstructs.replay.rows.spec import Spec
+
+FRAME = Spec(np.dtype(np.uint8), (20, 20))
+SPECS = {
+    "frame": FRAME,
+    "value": Spec(np.dtype(np.float32), (100,)),
+    "reward": Spec(np.dtype(np.float32)),
+    "action": Spec(np.dtype(np.int64), (2,)),
+}
+
+
+def store(path, n_lanes=2, capacity=5, order=LANE):
+    made = make_storage("test", n_lanes, capacity, order, path=path)
+    if not made.columns.specs:
+        made.add_columns(SPECS)
+    made.track_episodes()
+    return made
+
+
+def rows_of(rng, lead, spec):
+    return rng.integers(0, 256, (*lead, spec.nbytes), np.uint8).view(spec.dtype).reshape(*lead, *spec.shape)
+
+
+def held(storage):
+    """The valid rows of each column as bytes, and their episodes."""
+    rows = storage.view().by_lane(1)[0]
+    found = {name: storage.gather([name], rows)[0].tobytes() for name in storage.columns.specs}
+    return found, storage.ring.head.tolist(), storage.episodes.end(rows).tolist(), storage.episodes.times(rows).tolist()
+
+
+ACTIONS = st.lists(
+    st.sampled_from(["write", "write", "some", "put", "clear", "copy", "pickle", "grow", "reopen", "reopen"]),
+    max_size=14,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(actions=ACTIONS, seed=st.integers(0, 2**32 - 1), order=st.sampled_from([LANE, SLOT]))
+def test_rows_are_those_of_raw_columns_after_whatever_happens_to_them(actions, seed, order, tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows")
+    rng, made, raw, is_copy = np.random.default_rng(seed), store(path, order=order), store(None, order=order), False
+    for action in actions:
+        lanes = rng.permutation(2)[: rng.integers(1, 3)]
+        if action in ("write", "some"):
+            n = int(rng.integers(1, 12))
+            names = list(SPECS)[: 4 if action == "write" else 3]
+            block, done = (
+                {name: rows_of(rng, (len(lanes), n), SPECS[name]) for name in names},
+                rng.random((len(lanes), n)) < 0.3,
+            )
+            for each in (made, raw):
+                each.write(block, lanes, done=done)
+        elif action == "put":
+            rows = rng.permutation(made.columns.n_rows)[: rng.integers(1, 6)]
+            block = {"frame": rows_of(rng, (len(rows),), FRAME)}
+            for each in (made, raw):
+                each.put(block, rows)
+        elif action == "clear":
+            made.clear(lanes), raw.clear(lanes)
+        elif action in ("copy", "pickle"):
+            made, is_copy = copy.deepcopy(made) if action == "copy" else pickle.loads(pickle.dumps(made)), True
+        elif action == "grow" and (raw.ring.reserved <= raw.columns.capacity).all():
+            for each in (made, raw):
+                each.grow(each.columns.capacity + 2)
+        elif action == "reopen" and not is_copy:
+            capacity = made.columns.capacity
+            del made
+            gc.collect()
+            made = store(path, capacity=capacity, order=order)
+            made.alignment = raw.alignment
+            raw.end_episodes()
+        assert held(made) == held(raw)
+
+
+SURFACES = [case for case in EVERY_SURFACE if case.id.startswith("on-disk") and "Cached" not in case.id]
+
+
+def trajectories(start, n):
+    shape = (N_LANES, n)
+    number = torch.arange(start, start + N_LANES * n, dtype=torch.float32).reshape(shape)
+    values = {
+        "observation/frame": number[..., None].expand(*shape, 80),
+        "_observation/frame": (number + 1)[..., None].expand(*shape, 80),
+        "action/action": number.long(),
+        "_observation/reward": number,
+        "_observation/terminated": torch.arange(n).expand(shape) % 4 == 3,
+        "_observation/truncated": torch.zeros(shape, dtype=torch.bool),
+    }
+    info = {"env_index": torch.arange(N_LANES)}
+    return Trajectories(DictTensor(info), TemporalDictTensor(values, torch.full((N_LANES,), n)))
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("n", [6, 45])  # some, and more than there is room for
+def test_a_folder_opens_again_with_every_row_on_every_surface(surface, n, tmp_path, monkeypatch):
+    monkeypatch.setattr("surfaces._NewPath.__fspath__", lambda path: str(tmp_path / "rows"))
+
+    def everything():
+        return {name: surface.episodes(made, name) for name in surface.stores(made)[0].columns.specs}
+
+    made = surface.make()
+    made.add_trajectories(trajectories(0, n), names=surface.names)
+    before = everything()
+    for start in (1000, 2000):
+        del made
+        gc.collect()
+        made = surface.make()
+        assert everything() == before
+        made.add_trajectories(trajectories(start, 3), names=surface.names)  # of episodes of their own
+        before = everything()
+        assert [float(start), start + 1.0, start + 2.0] in before[surface.action]
+
+
+def killed(function, *args, after=200):
+    """Kills a process that calls a function with a counter of its rows, once these are so many."""
+    context = multiprocessing.get_context("forkserver")
+    counter = context.RawValue("l", 0)
+    process = context.Process(target=function, args=(counter, *args))
+    process.start()
+    while counter.value < after and process.is_alive():
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def memory_at(path):
+    made = PrioritizedMemory(memory_size=64, num_envs=2, device="cpu", seed=0, path=path)
+    for name, size, dtype in (("frame", 4000, torch.uint8), ("count", 1, torch.int64), ("last", 500, torch.int64)):
+        made.create_tensor(name, size, dtype)
+    return made
+
+
+def write_memory(counter, path):
+    made, lanes = memory_at(path), np.arange(2)
+    while True:
+        row = (counter.value * 2 + lanes)[:, None]
+        made.add_samples(frame=np.repeat(row % 251, 4000, 1).astype(np.uint8), count=row, last=np.repeat(row, 500, 1))
+        counter.value += 1
+
+
+def check_memory(path):
+    """Checks that every row is whole; returns how many rows each environment has had, at least."""
+    made = memory_at(path)
+    [[frame, count, last]] = made.sample_all(["frame", "count", "last"])
+    assert len(made) >= 2 * 62  # all but what was being overwritten
+    assert (frame == count % 251).all() and (last == count).all()
+    rows = count.reshape(-1)
+    assert sorted(rows.tolist()) == rows.tolist() and len(set(rows.tolist())) == len(rows)
+    newest = int(rows[-1])
+    [[again, of_row]] = made.sample(["frame", "count"], 50)
+    assert (again == of_row % 251).all()
+    return newest // 2
+
+
+def buffer_at(path):
+    return ReplayBuffer(64, path=path)
+
+
+def write_buffer(counter, path):
+    made = buffer_at(path)
+    while True:
+        t = counter.value
+        obs, after = (np.full(3000, number, np.uint8) for number in (t % 251, 255 if t % 7 == 6 else (t + 1) % 251))
+        ends = {"terminated": t % 7 == 6, "truncated": False}
+        made.add({"obs": obs, "act": t, "rew": float(t), "obs_next": after, **ends})
+        counter.value += 1
+
+
+def check_buffer(path):
+    made = buffer_at(path)
+    batch = made[:]
+    count = np.asarray(batch.act)
+    assert len(made) >= 63 and (np.diff(count) == 1).all()
+    assert "obs_next" in made._storage.columns.links
+    after = np.where(count % 7 == 6, 255, (count + 1) % 251)
+    assert (batch.obs == (count % 251)[:, None]).all() and (batch.obs_next == after[:, None]).all()
+    made.add(
+        {"obs": batch.obs[0], "act": -1, "rew": 0.0, "terminated": True, "truncated": False, "obs_next": batch.obs[0]}
+    )
+    assert made[[made.last_index[0]]].act == [-1]
+    return int(count[-1])
+
+
+KINDS = {"memory": (write_memory, check_memory), "linked": (write_buffer, check_buffer)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_that_is_killed_leaves_whole_rows_alone(kind, tmp_path):
+    write, check = KINDS[kind]
+    for number in range(3):
+        path = tmp_path / str(number)
+        killed(write, path, after=200 + number)
+        assert check(path) >= 198 + number
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("n_before", [3, 10])  # in a ring that has room, and in a full one
+def test_no_write_of_a_row_leaves_half_of_it_wherever_it_ends(n_before, tmp_path, monkeypatch):
+    write, left = on_disk.FileBlock.write, [10**9]
+
+    def step(*_):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+
+    monkeypatch.setattr(on_disk.FileBlock, "write", lambda *given: (step(), write(*given)))
+    monkeypatch.setattr(step_writer, "keep_order", step)  # before rows are written, and after it
+
+    def add(t):
+        frames = [np.full(300, number, np.uint8) for number in (t, t + 1 if t % 3 else 255)]
+        row = {"act": t, "rew": float(t), "terminated": t % 3 == 0, "truncated": False}
+        buffer.add({"obs": frames[0], "obs_next": frames[1], **row})
+
+    ends = 0
+    for at in range(8):
+        buffer = ReplayBuffer(8, path=tmp_path / str(at))
+        for t in range(n_before):
+            add(t)
+        left[0] = at
+        try:
+            add(n_before)
+            ends += 1
+        except Killed:
+            pass
+        left[0] = 10**9
+        del buffer
+        gc.collect()
+        buffer = ReplayBuffer(8, path=tmp_path / str(at))
+        batch = buffer[:]
+        count = np.asarray(batch.act)
+        assert count.tolist() == list(range(max(0, n_before - 8 + 1), n_before + (ends > 0)))[-8:]
+        assert (batch.obs == (count % 251)[:, None]).all() and (batch.rew == count).all()
+        assert (batch.obs_next == np.where(count % 3 == 0, 255, (count + 1) % 251)[:, None]).all()
+        for t in range(n_before + (ends > 0), n_before + 9):
+            add(t)
+        assert np.asarray(buffer[:].act).tolist() == list(range(n_before + 1, n_before + 9))
+    assert ends
+
+
+def filled(path, n=10, size=8, **more):
+    buffer = ReplayBuffer(size, path=path, **more)
+    for t in range(n):
+        row = {"obs": np.full(300, t, np.uint8), "act": t, "rew": 0.0, "terminated": False, "truncated": False}
+        buffer.add(row)
+    return buffer
+
+
+def change(path, **entries):
+    file = path / on_disk.MANIFEST
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+DAMAGES = {
+    "version": (lambda path: change(path, version=9), "is version 9 of 'rlstructs rows', expected version 1"),
+    "format": (lambda path: change(path, format="x"), "is version 1 of 'x', expected"),
+    "no JSON": (lambda path: (path / on_disk.MANIFEST).write_text("{"), "store.json: "),
+    "another object": (lambda path: (path / on_disk.MANIFEST).write_text("[]"), "expected an object"),
+    "size": (lambda path: change(path, capacity=80), "lanes of 80 rows in order 'lane', this memory is"),
+    "class": (lambda path: change(path, kind="Memory"), "holds 'Memory' of"),
+    "columns": (lambda path: change(path, columns={"obs": 3}), "store.json: TypeError"),
+    "no counters": (lambda path: change(path, counters="../x"), "'../x' is no name of a file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_is_damaged_or_of_another_memory_is_an_error_that_says_so(damage, tmp_path):
+    act, message = DAMAGES[damage]
+    filled(tmp_path)
+    gc.collect()
+    act(tmp_path)
+    content = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(FileError, match=message):
+        ReplayBuffer(8, path=tmp_path)
+    gc.collect()
+    # A file of counters may have been made, and is removed by the next one that opens the folder.
+    assert content.items() <= {file.name: file.read_bytes() for file in tmp_path.iterdir()}.items()
+
+
+def test_a_file_that_is_missing_or_truncated_is_named(tmp_path):
+    for number, file in enumerate(sorted(json_files(tmp_path / "model"))):
+        for way in ("truncated", "missing"):
+            path = tmp_path / f"{number}{way}"
+            filled(path)
+            gc.collect()
+            if way == "missing":
+                (path / file).unlink()
+            else:
+                os.truncate(path / file, (path / file).stat().st_size - 1)
+            with pytest.raises(FileError, match=f"{file}: (has .* bytes, expected|there is no such file)"):
+                ReplayBuffer(8, path=path)
+
+
+def json_files(path):
+    filled(path)
+    gc.collect()
+    return set(on_disk.FILE.findall((path / on_disk.MANIFEST).read_text()))
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(SpecError, match=r"is not empty and holds no rows, but \['mine.txt'\]"):
+        ReplayBuffer(8, path=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_one_memory_at_a_time_has_a_folder_open(tmp_path):
+    buffer = filled(tmp_path)
+    with pytest.raises(StateError, match="a memory has this folder open"):
+        ReplayBuffer(8, path=tmp_path)
+    del buffer
+    gc.collect()
+    assert len(ReplayBuffer(8, path=tmp_path)) == 8
+
+
+def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path, monkeypatch):
+    buffer = filled(tmp_path, n=3)
+    before = (np.asarray(buffer[:].act).tolist(), len(buffer))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="bytes are needed in .*, .* are free"):
+            buffer.add({"obs": np.zeros(300, np.uint8), "act": 0, "rew": 0.0, "terminated": False, "truncated": False,
+                        "policy": {"logits": np.zeros(3)}})  # fmt: skip
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            buffer.add({"obs": np.zeros(300, np.uint8), "act": 9, "rew": 0.0, "terminated": False, "truncated": False})
+        assert (np.asarray(buffer[:].act).tolist(), len(buffer)) == before
+    for t in (3, 4):
+        buffer.add({"obs": np.full(300, t, np.uint8), "act": t, "rew": 0.0, "terminated": False, "truncated": False})
+    assert np.asarray(buffer[:].obs)[:, 0].tolist() == np.asarray(buffer[:].act).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_does_not_go_with_a_folder_is_refused(tmp_path):
+    together = "path and compression do not go together"
+    with pytest.raises(SpecError, match=together):
+        RandomMemory(9, device="cpu", path=tmp_path, compression="zstd")
+    with pytest.raises(SpecError, match=together):
+        ReplayBuffer(9, path=tmp_path, compression="zstd")
+    with pytest.raises(SpecError, match="holds Python objects, which no file of"):
+        ReplayBuffer(9, path=tmp_path).add(
+            {"obs": 0, "act": 0, "rew": 0.0, "terminated": False, "truncated": False, "info": {"name": "a"}}
+        )
+    memory = RandomMemory(9, device="cpu", path=tmp_path / "memory")
+    memory.create_tensor("frame", 1000, torch.uint8)
+    with pytest.raises(StateError, match="'frame' is in a file, and has no live tensor: read its rows by"):
+        memory.get_tensor_by_name("frame")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_reads_the_rows_and_writes_none(tmp_path):
+    buffer = filled(tmp_path, n=4)
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            assert np.asarray(buffer[:].obs)[:, 0].tolist() == [0, 1, 2, 3]
+            with pytest.raises(StateError, match="the rows are of the process that forked this one"):
+                filled_row = {"obs": np.zeros(300, np.uint8), "act": 9, "rew": 0.0}
+                buffer.add({**filled_row, "terminated": False, "truncated": False})
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert np.asarray(buffer[:].act).tolist() == [0, 1, 2, 3]
+
+
+def test_shared_rows_are_those_of_the_folder_in_every_process(tmp_path):
+    memory = RandomMemory(20, 2, device="cpu", path=tmp_path)
+    memory.create_tensor("frame", 1000, torch.uint8)
+    memory.share_memory()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=write_frames, args=(memory,))
+    process.start()
+    process.join()
+    [[frame]] = memory.sample_all(["frame"])
+    assert process.exitcode == 0 and frame[:, 0].tolist() == frame[:, -1].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def write_frames(memory):
+    for t in range(3):
+        memory.add_samples(frame=np.full((2, 1000), t, np.uint8))
+
+
+def test_columns_that_were_exchanged_leave_no_file(tmp_path):
+    buffer = filled(tmp_path, n=3)
+    before = len(list(tmp_path.iterdir()))
+    for dtype in (np.float64, np.float32):
+        buffer._storage.exchange({"rew": (Spec(np.dtype(dtype)), np.arange(8, dtype=dtype))})
+    assert buffer[:].rew.tolist() == [0, 1, 2]
+    assert len(list(tmp_path.iterdir())) == before
+
+
+def test_a_folder_of_frames_takes_no_memory(tmp_path):
+    memory, frames = RandomMemory(2000, device="cpu", path=tmp_path, seed=0), np.ones((100, 64_000), np.uint8)
+    memory.create_tensor("frame", 64_000, torch.uint8)
+    memory.add_samples(frame=frames)
+    memory.sample(["frame"], 100)
+    before = resident()
+    for number in range(20):  # 128 MB
+        memory.add_samples(frame=np.full_like(frames, number))
+    for _ in range(20):
+        [[frame]] = memory.sample(["frame"], 100)
+        assert (frame == frame[:, :1]).all()
+    del frame
+    assert resident() - before < 64e6
+
+
+def resident():
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_a_folder_has_not_begins_anew(tmp_path):
+    buffer = VectorReplayBuffer(16, 2, path=tmp_path / "a")
+    row = {
+        "obs": np.zeros((2, 300)),
+        "act": [0, 0],
+        "rew": [1.0, 2.0],
+        "terminated": [False] * 2,
+        "truncated": [False] * 2,
+    }
+    for _ in range(2):
+        buffer.add(row)
+    del buffer
+    gc.collect()
+    buffer = VectorReplayBuffer(16, 2, path=tmp_path / "a")
+    assert buffer.unfinished_index().tolist() == []
+    _, returns, lengths, begins = buffer.add({**row, "terminated": [True] * 2})
+    assert returns.tolist() == [1, 2] and lengths.tolist() == [1, 1] and begins.tolist() == [2, 10]
+
+    chunks = ChunkReplayBuffer(9, 0, path=tmp_path / "b")
+    chunks.setup_entry("obs", np.float32)
+    chunks.append({"obs": np.ones(100)})
+    del chunks
+    gc.collect()
+    chunks = ChunkReplayBuffer(9, 0, path=tmp_path / "b")
+    assert chunks.tags == ["obs"]
+    chunks.append({"obs": np.zeros(100)})
+    assert sorted(flat(chunks.sample(20, 1).data["obs"][:, 0, 0]))[::19] == [0, 1]
+
+    def torchrl():
+        return DictTensorReplayBuffer(storage=TensorStorage(9, path=tmp_path / "c"), batch_size=4, generator=0)
+
+    of_torchrl = torchrl()
+    of_torchrl.extend({"obs": torch.arange(12.0)[:, None].expand(12, 90), "done": torch.zeros(12, dtype=torch.bool)})
+    del of_torchrl
+    gc.collect()
+    of_torchrl = torchrl()
+    assert of_torchrl.write_count == 12 and len(of_torchrl) == 9
+    assert of_torchrl.extend({"obs": torch.zeros(1, 90), "done": torch.ones(1, dtype=torch.bool)}).tolist() == [3]
+    assert of_torchrl.sample()["obs"].shape == (4, 90)
