@@ -64,6 +64,11 @@ RUNS = {
         [*TRAINING, "--native", "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500"],
         rf"ALE/Pong-v5: score {SCORE}",
     ),
+    "dqn_atari.py": (
+        [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500", "--n-before", "32",
+         "--n-updates", "1", "--batch-size", "4", "--compress"],
+        rf"ALE/Pong-v5: score {SCORE}, \d+ MB",
+    ),
     "ppo_jax.py": (TRAINING, rf"CartPole-v1: score {SCORE}, {WAITED}"),
     "mujoco_rollout.py": (SMALL, r"4 HalfCheetahs by mujoco\.rollout: 240 steps, \d+ steps/s"),
     "mujoco_rollout.py --gymnasium": ([*SMALL, "--gymnasium"], r"4 HalfCheetahs by gymnasium: 240 steps, \d+ steps/s"),
@@ -226,6 +231,23 @@ def test_dqn_refuses_continuous_actions(subprocess_env, tmp_path):
     assert re.fullmatch(r"Pendulum-v1: --env-id needs a Discrete .*, got Box\(.*\): try sac.py\n", done.stderr)
 
 
+@pytest.mark.slow
+def test_a_dqn_learns_the_same_from_compressed_frames_bit_for_bit(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    dqn = importlib.import_module("dqn_atari")
+    small = {"n_steps": 80, "n_processes": 1, "n_envs": 2, "n_timesteps": 8, "n_before": 32, "n_updates": 2}
+    small |= {"batch_size": 4, "n_eval": 1, "max_frames": 200, "memory_size": 60, "n_between_copies": 4}
+    n_threads = torch.get_num_threads()
+    try:
+        raw, packed, other = (
+            dqn.main(dqn.Args(**small, **more)).state_dict() for more in ({}, {"compress": True}, {"seed": 1})
+        )
+    finally:
+        torch.set_num_threads(n_threads)
+    assert all(torch.equal(raw[name], packed[name]) for name in raw)
+    assert not any(torch.equal(raw[name], other[name]) for name in raw)
+
+
 def test_a_plot_that_cannot_be_written_is_known_before_the_training(subprocess_env, tmp_path):
     command = [sys.executable, str(ROOT / "examples/ppo.py"), "--plot", "missing/curve.png"]
     done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=LIMIT)
@@ -247,6 +269,7 @@ def test_a_training_draws_its_curve_and_keeps_its_metrics(subprocess_env, tmp_pa
     [
         (["ppo.py", "--plot=curve.png"], "matplotlib", "--plot needs pip install matplotlib"),
         (["ppo_atari.py"], "ale_py", "Atari games need pip install ale-py opencv-python-headless"),
+        (["dqn_atari.py"], "ale_py", "Atari games need pip install ale-py opencv-python-headless"),
     ],
 )
 def test_an_example_that_lacks_a_package_says_so_before_it_trains(command, module, words, subprocess_env, tmp_path):

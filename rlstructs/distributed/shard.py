@@ -148,6 +148,11 @@ class ShardMemory(PrioritizedMemory):
         """Appends steps of trajectories."""
         self._add_steps(steps)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor."""
+        found: torch.dtype = self._tensors.dtypes[name]
+        return found
+
     def describe_sample(self) -> Columns:
         """The columns that describe the rows of the last `sample`."""
         picked = self._last_selection()
@@ -203,7 +208,7 @@ class Shard:
         sums, least = memory.sum_priorities(self._kinds)
         held = memory.get_tensor_names() if len(memory) else []
         names = [name for key in self._settings.names for name in held if _is_of(name, key)]
-        dtypes = {name: memory.get_tensor_by_name(name).dtype for name in names}
+        dtypes = {name: memory.dtype_of(name) for name in names}
         return {
             "rows": len(memory),
             "sums": sums,

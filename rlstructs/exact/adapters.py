@@ -220,6 +220,11 @@ def _leave_out(thing: Any) -> None:
     return None
 
 
+def _refuse_client(client: Any) -> None:
+    """A client of PyBullet holds the number of a simulator; its copy would step, and at last end, the same one."""
+    raise TypeError("PyBullet's client is only the number of a simulator, which a copy would share")
+
+
 # Windows, fonts and clocks of pygame: environments of gymnasium make them again when they next render.
 _PYGAME = ("pygame.freetype.Font", "pygame.surface.Surface", "pygame.time.Clock")
 # By the full name of the class, so that its module need not be imported.
@@ -228,5 +233,6 @@ _adapters = {
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": Adapter(_save_renderer, _load_renderer),
     "mujoco._structs.MjData": Adapter(_save_data, _load_data),
     "mujoco._structs.MjModel": Adapter(_save_model, _load_model),
+    "pybullet_utils.bullet_client.BulletClient": Adapter(_refuse_client, _refuse_client),
     **dict.fromkeys(_PYGAME, Adapter(_leave_out, _leave_out)),
 }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         SliceSamplerWithoutReplacement,
     )
     from rlstructs.replay.torchrl.storages import (
+        CompressedListStorage,
         LazyMemmapStorage,
         LazyTensorStorage,
         ListStorage,
@@ -59,6 +60,7 @@ _EXPORTS = {
     "CachedReplayBuffer": "tianshou.cached",
     "ChunkBatch": "rlberry.chunks",
     "ChunkReplayBuffer": "rlberry.chunks",
+    "CompressedListStorage": "torchrl.storages",
     "Compression": "rows.compression",
     "Compose": "torchrl.transforms",
     "DictTensorPrioritizedReplayBuffer": "torchrl.buffer",
@@ -99,6 +101,7 @@ __all__ = [
     "ChunkBatch",
     "ChunkReplayBuffer",
     "Compose",
+    "CompressedListStorage",
     "Compression",
     "DictTensorPrioritizedReplayBuffer",
     "DictTensorReplayBuffer",

@@ -34,6 +34,7 @@ from rlstructs import (
 )
 from rlstructs.distributed import replay_files
 from rlstructs.files.layout import replace_file
+from rlstructs.replay import Compression
 
 pytest.importorskip("ray", reason="ray is not installed: pip install ray")
 
@@ -150,6 +151,23 @@ def test_nested_actions_and_observations_are_tensors_of_their_own(cluster):
         assert next(iter(memory.sample(4, ["actions/left"]))) == "actions/left"
         with pytest.raises(MissingKeyError, match=r"^sample: no tensor\(s\) \['actions'\], there are \['actions/left'"):
             memory.sample(4, ["actions"])
+
+
+@pytest.mark.parametrize("compression", ["zstd", Compression({"obs": "zstd:1"}, max_bytes=5 * 20 * 4000)], ids=str)
+def test_a_compressed_one_draws_the_rows_of_a_raw_one(cluster, compression):
+    batches = []
+    for each in (None, compression):
+        with replay(compression=each, alpha=0.6) as memory:
+            for start in (0, T):
+                steps = dict(rollout(start).trajectories.items())
+                frames = steps["observation/frame"].byte().expand(-1, -1, 1000).clone()
+                steps |= {"observation/frame": frames, "_observation/frame": frames + 1}
+                lengths = torch.full((N_ENVS,), T)
+                memory.extend(Trajectories(rollout().info, TemporalDictTensor(steps, lengths)))
+            batches.append((memory.sample(64), memory.stats()))
+    (raw, raw_stats), (packed, stats) = batches
+    assert stats["rows"] == raw_stats["rows"] > 0
+    assert all(torch.equal(raw[name], packed[name]) for name in raw)
 
 
 def test_priorities_count_over_all_shards(cluster):

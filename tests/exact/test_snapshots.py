@@ -262,6 +262,45 @@ def test_a_simulator_of_a_user_is_saved_by_its_adapter(monkeypatch):
         register(World, lambda world: world.at, None)
 
 
+class BulletClient:
+    """Named as that of PyBullet: all that it holds is the number of a simulator."""
+
+    __module__ = "pybullet_utils.bullet_client"
+    connected = 0
+
+    def __init__(self):
+        BulletClient.connected += 1
+
+    def disconnect(self):
+        BulletClient.connected -= 1
+
+
+class InBullet(Count):
+    def __init__(self, length):
+        super().__init__(length)
+        self.client = BulletClient()
+
+    def close(self):
+        self.client.disconnect()
+
+
+def test_a_client_of_pybullet_is_not_copied_but_its_episode_is_played_again():
+    def make_env():
+        return GymEnvInf([InBullet(9)], 0, episode_seeds=True)
+
+    check_round_trip(make_env, n_before=5, n_after=20, method="replay")
+    env = make_env()
+    env.reset()
+    before = BulletClient.connected
+    assert take_state(env, make_env).methods == ["replay"] and BulletClient.connected == before
+    copied = GymEnvInf([InBullet(9)], 0)
+    copied.reset()
+    with pytest.raises(
+        SpecError, match="PyBullet's client is only the number of a simulator, which a copy would share"
+    ):
+        take_state(copied, lambda: GymEnvInf([InBullet(9)], 0))
+
+
 def test_tensors_that_share_memory_still_do():
     module = torch.nn.Linear(2, 3)
     thing = {"module": module, "view": module.weight.detach()[1:], "half": torch.ones(2, dtype=torch.bfloat16)}

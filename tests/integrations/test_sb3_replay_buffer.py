@@ -16,6 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rlstructs.errors import SpecError
 from rlstructs.integrations import sb3
+from rlstructs.replay import Compression
 from rlstructs.workers.limits import available_bytes
 
 pytestmark = pytest.mark.usefixtures("small_training")
@@ -78,6 +79,45 @@ def assert_same(found, wanted):
 def sample(buffer, **settings):
     np.random.seed(5)
     return buffer.sample(64, **settings)
+
+
+IMAGE = spaces.Box(0, 255, (1, 30, 30), np.uint8)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("observation", [IMAGE, spaces.Dict({"image": IMAGE, "x": BOX})], ids=["box", "dict"])
+@pytest.mark.parametrize("prefix", ["", "Prioritized"])
+def test_compressed_buffers_draw_the_rows_of_raw_ones(prefix, observation, optimize):
+    name = f"{prefix}{'Dict' if isinstance(observation, spaces.Dict) else ''}ReplayBuffer"
+    settings = {"optimize_memory_usage": optimize, "handle_timeout_termination": not optimize}
+    raw, packed = both = [
+        getattr(sb3, name)(30, observation, ACTIONS["discrete"], "cpu", 3, compression=each, **settings)
+        for each in (None, "zstd:1")
+    ]
+    for n in (4, 37):
+        fill(both, observation, ACTIONS["discrete"], n)
+        for each in (packed, pickle.loads(pickle.dumps(packed))):
+            found, wanted = sample(each), sample(raw)
+            for one, other in zip(found, wanted, strict=True):
+                for key in other if isinstance(other, dict) else [] if other is None else [...]:
+                    np.testing.assert_array_equal(np.asarray(one[key]), np.asarray(other[key]))
+    columns = packed._storage.columns
+    assert (
+        {name for name in columns.specs if columns.is_compressed(name)}
+        == {name for name in columns.specs if columns.specs[name].nbytes >= 512}
+        != set()
+    )
+
+
+def test_a_limit_of_bytes_leaves_the_newest_rows():
+    limit = Compression("zstd:1", max_bytes=3 * 20 * 900)
+    buffer = sb3.ReplayBuffer(300, IMAGE, ACTIONS["discrete"], "cpu", 3, compression=limit)
+    for number, row in enumerate(rows(IMAGE, ACTIONS["discrete"], 3, 200)):
+        row[0][:, 0, 0, 0] = number
+        buffer.add(*row)
+        numbers = sample(buffer).observations[:, 0, 0, 0].int()
+        assert numbers.max() <= number and numbers.min() >= number - 20
+    assert buffer._storage.columns.nbytes < 2 * limit.max_bytes + 100_000
 
 
 @pytest.mark.parametrize("n", [4, 10, 37])

@@ -24,6 +24,7 @@ from replay_storages import DeviceStorage
 from rlstructs import DictTensor, MissingKeyError, OutOfMemoryError, SpecError, StateError, TemporalDictTensor
 from rlstructs.replay import (
     Compose,
+    CompressedListStorage,
     DictTensorPrioritizedReplayBuffer,
     DictTensorReplayBuffer,
     ImmutableDatasetWriter,
@@ -122,7 +123,24 @@ def test_rows_that_are_there_from_the_start():
             TensorStorage(*wrong)
 
 
-@pytest.mark.parametrize("kind", [ListStorage, TensorStorage, MemmapStorage])
+def test_a_compressed_list_holds_frames_in_fewer_bytes():
+    frames = torch.zeros(50, 84, 84, dtype=torch.uint8)
+    frames[:, 10:20] = torch.arange(50, dtype=torch.uint8)[:, None, None]
+    rows = {**numbers(0, 50), "frame": frames}
+    buffers = [made(kind(100)) for kind in (ListStorage, CompressedListStorage)]
+    for buffer in buffers:
+        buffer.extend(rows)
+    plain, packed = buffers
+    assert packed.nbytes < plain.nbytes / 10 and repr(packed.storage) == "CompressedListStorage(max_size=100)"
+    assert torch.equal(packed["frame"], frames) and torch.equal(packed[7:9]["frame"], frames[7:9])
+    assert all(torch.equal(*pair) for pair in zip(plain.sample(9).values(), packed.sample(9).values(), strict=True))
+    for wrong, error in (({"compression_fn": bytes}, SpecError), ({"compression_level": 23}, SpecError),
+                         ({"compression_level": "fast"}, TypeError)):  # fmt: skip
+        with pytest.raises(error):
+            CompressedListStorage(3, **wrong)
+
+
+@pytest.mark.parametrize("kind", [ListStorage, CompressedListStorage, TensorStorage, MemmapStorage])
 def test_a_storage_is_as_long_as_its_buffer(kind):
     storage = kind(5)
     buffer = made(storage)

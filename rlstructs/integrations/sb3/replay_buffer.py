@@ -179,8 +179,20 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         return buffers.BaseBuffer.sample(self, batch_size, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        lanes = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        return self._read(self._storage.columns.rows(lanes, batch_inds), env)
+        return self._read(self._choose_lanes(batch_inds), env)
+
+    def _choose_lanes(self, slots: np.ndarray) -> np.ndarray:
+        """Draws an environment for each slot; returns the row ids, int64 (B,).
+
+        Rows that have left a memory with `max_bytes` are replaced by draws of those that are left.
+        """
+        lanes, storage = np.random.randint(0, high=self.n_envs, size=slots.shape), self._storage
+        rows = storage.columns.rows(lanes, slots)
+        if storage.ring.floor.any():
+            view = storage.view()
+            gone = ~view.has(rows)
+            rows[gone] = view.row_ids(np.random.randint(0, view.total, np.count_nonzero(gone)))
+        return rows
 
     def _gather(self, names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
         storage = self._storage
@@ -316,8 +328,8 @@ class NStepReplayBuffer(ReplayBuffer):
         self.n_steps, self.gamma = check_count("n_steps", n_steps), gamma
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        lanes = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)
-        slots = (batch_inds[:, None] + np.arange(self.n_steps)) % self.buffer_size
+        lanes, firsts = self._storage.columns.places(self._choose_lanes(batch_inds))
+        slots = (firsts[:, None] + np.arange(self.n_steps)) % self.buffer_size
         rows = self._storage.columns.rows(lanes[:, None], slots)
         steps = self._gather([REWARDS, DONES, TIMEOUTS], rows.reshape(-1))
         rewards, dones, timeouts = (steps[name].reshape(rows.shape) for name in (REWARDS, DONES, TIMEOUTS))

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstructs.checks import check_size
+from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.rows.backing import Folder, FolderBlock
 from rlstructs.replay.rows.columns import Columns
-from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.lanes import LANE
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.on_device import TensorColumns
@@ -169,6 +169,43 @@ class ListStorage(ReplayStorage):
 
     def _shown(self) -> dict[str, Any]:
         return {"max_size": None} if self.max_size == NO_LIMIT else super()._shown()
+
+
+@set_module("rlstructs.replay")
+class CompressedListStorage(ListStorage):
+    """A `ListStorage` of compressed rows.
+
+    It compresses columns of uint8 and bool with rows of 512 bytes or more; `ListStorage(compression=...)` others.
+
+    Args:
+        max_size: largest number of rows.
+        compression_fn, decompression_fn: must be None, as zstd is used.
+        compression_level: zstd's, from 1 to 22.
+        device: None or the CPU.
+        compilable: changes nothing, as nothing is compiled.
+
+    Raises:
+        ImportError: there is no zstd.
+
+    Example:
+        >>> CompressedListStorage(100, compression_level=1)
+        CompressedListStorage(max_size=100)
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        compression_fn: Any = None,
+        decompression_fn: Any = None,
+        compression_level: int = 3,
+        device: Any = None,
+        compilable: bool = False,
+    ) -> None:
+        functions = {"compression_fn": compression_fn, "decompression_fn": decompression_fn}
+        check_neutral(type(self).__name__, functions, dict.fromkeys(functions))
+        setting = Compression(f"zstd:{check_count('compression_level', compression_level)}")
+        super().__init__(max_size, device=device, compression=setting)
 
 
 @set_module("rlstructs.replay")
