@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -203,14 +204,16 @@ class Learner:
         return jax.device_get((params, losses))
 
 
-def main(args: Args) -> None:
+def main(
+    args: Args, create_agent: Callable[..., RL_Agent] = Policy, own_env: Callable[..., VecEnv] = create_env
+) -> None:
     params, n_all = create_params(args.env_id, args.seed), args.n_envs * max(args.n_processes, 1)
     n_rollouts = math.ceil(args.n_steps / (n_all * args.n_timesteps))
     learner, greedy = Learner(params, n_rollouts, args), torch.ones(n_all, dtype=torch.bool)
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(learner.compile, n_all, len(params["actor"][0][0]))
         with RL_Batcher(
-            args.n_timesteps, Policy, {"params": params}, create_env,
+            args.n_timesteps, create_agent, {"params": params}, own_env,
             {"env_id": args.env_id, "n_envs": args.n_envs, "gamma": args.gamma}, args.n_processes, args.seed,
             agent_info=DictTensor({"greedy": torch.tensor([False])}), run_ahead=args.run_ahead,
         ) as batcher, batcher.trace(args.trace):  # fmt: skip
@@ -234,8 +237,12 @@ def main(args: Args) -> None:
           f"{waited / seconds:.0%} of the time waiting for rollouts")  # fmt: skip
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(description: str | None) -> Args:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in vars(Args()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
-    main(Args(**vars(parser.parse_args())))
+    return Args(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main(parse_args(__doc__))

@@ -35,6 +35,7 @@ SMALL = {
     "python benchmarks/curves.py": "--contenders ours dummy --seeds 0 --n-steps 2048 --out curve.png",
     "python benchmarks/feeding.py": "--rows cartpole-64 --repeats 1 --rollouts 1",
     "python benchmarks/frames.py": "--steps 400 --repeats 1",
+    "python benchmarks/jax_rollouts.py": "--rows cartpole --repeats 1",
     "python benchmarks/overlap.py": "--rows updates --repeats 1",
     "python benchmarks/replay.py": "--rows uniform --capacity 2000 --repeats 1 --no-peers",
     "python benchmarks/returns.py": "--rows 64x128 --repeats 1 --no-peers",

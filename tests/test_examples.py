@@ -69,6 +69,7 @@ RUNS = {
          "--n-updates", "1", "--batch-size", "4", "--compress"],
         rf"ALE/Pong-v5: score {SCORE}, \d+ MB",
     ),
+    "ppo_compiled.py": (TRAINING, rf"CartPole-v1: score {SCORE}, {WAITED}"),
     "ppo_jax.py": (TRAINING, rf"CartPole-v1: score {SCORE}, {WAITED}"),
     "mujoco_rollout.py": (SMALL, r"4 HalfCheetahs by mujoco\.rollout: 240 steps, \d+ steps/s"),
     "mujoco_rollout.py --gymnasium": ([*SMALL, "--gymnasium"], r"4 HalfCheetahs by gymnasium: 240 steps, \d+ steps/s"),

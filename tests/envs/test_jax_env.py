@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import gymnax
 import jax
 import numpy as np
@@ -113,6 +116,13 @@ def test_params_without_a_limit_cannot_tell_the_ends_apart():
         SpecError, match="CartPole-v1 cannot tell terminated from truncated: its params have no max_step"
     ):
         from_gymnax(env, object())
+
+
+def test_without_jax_an_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.delitem(sys.modules, "rlstructs.envs.jax_trees", raising=False)
+    with pytest.raises(ImportError, match=r"jax is needed .*pip install 'rlstructs\[jax-envs\]'"):
+        importlib.import_module("rlstructs.envs.jax_trees")
 
 
 def test_an_environment_of_gymnax_becomes_functions_of_gymnasium_s_spaces():
