@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 
 import numpy as np
@@ -14,7 +15,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from rlstructs.errors import SpecError
+from rlstructs.errors import FileError, SpecError
 from rlstructs.integrations import sb3
 from rlstructs.replay import Compression
 from rlstructs.workers.limits import available_bytes
@@ -251,3 +252,37 @@ def test_rows_without_a_timeout_have_none_whatever_was_there(debug, monkeypatch)
     buffer.timeouts[:] = 1
     add(), add()
     assert buffer.sample(5).dones.tolist() == [[1.0]] * 5
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("n", [7, 14])  # some, and more than there is room for
+def test_a_buffer_in_a_folder_opens_again_with_its_rows_and_timeouts(optimize, n, tmp_path):
+    image = spaces.Box(0, 255, (16, 20, 1), np.uint8)
+
+    def make(path):
+        return sb3.ReplayBuffer(20, image, spaces.Discrete(2), "cpu", 2, optimize_memory_usage=optimize, path=path)
+
+    def add(buffer, start, n):
+        for t in range(start, start + n):
+            before, after = (np.full((2, 16, 20, 1), value, np.uint8) for value in (t, t + 1 if t % 3 else 200))
+            infos = [{"TimeLimit.truncated": t % 3 == 0}, {}]
+            buffer.add(before, after, np.zeros((2, 1)), np.full(2, t), np.full(2, t % 3 == 0), infos)
+
+    kept, buffer = make(None), make(tmp_path / "rows")
+    for start in (0, n):
+        add(kept, start, n), add(buffer, start, n)
+        del buffer
+        gc.collect()
+        buffer = make(tmp_path / "rows")
+        assert (buffer.pos, buffer.full) == (kept.pos, kept.full)
+        for name in ("observations", "next_observations", "rewards", "dones", "timeouts"):
+            found, wanted = (getattr(each, name)[: kept.size()] for each in (buffer, kept))
+            np.testing.assert_array_equal(found, wanted)
+        np.random.seed(1)
+        one = buffer.sample(30)
+        np.random.seed(1)
+        assert all(torch.equal(mine, other) for mine, other in zip(one[:5], kept.sample(30)[:5], strict=True))
+    del buffer
+    gc.collect()
+    with pytest.raises(FileError, match="holds columns .* are linked"):
+        sb3.ReplayBuffer(20, image, spaces.Discrete(2), "cpu", 2, not optimize, path=tmp_path / "rows")

@@ -95,7 +95,7 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         self._after = [name for name in specs if name.startswith(NEXT) or name in (DONES, TIMEOUTS)]
         self._before = [name for name in specs if name not in self._after]
         self._writer = StepWriter(self._storage, (), casts=True)
-        self._has_timeouts = is_on()  # debug mode poisons empty rows
+        self._has_timeouts = is_on() or head > 0  # debug mode poisons empty rows; a folder may have some
 
     def _specs(self) -> dict[str, Spec]:
         """The columns, by name."""
