@@ -279,7 +279,19 @@ def filled(path, n=10, size=8, **more):
 
 def change(path, **entries):
     file = path / on_disk.MANIFEST
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    changed = {**json.loads(file.read_text()), **entries}
+    file.write_text(json.dumps({**changed, on_disk.CHECKSUM: on_disk.checksum_of(changed)}))
+
+
+def change_a_name(path):
+    file = path / on_disk.MANIFEST
+    file.write_text(file.read_text().replace("terminated", "terminatex"))
+
+
+def read_small_rows(path):
+    columns = json.loads((path / on_disk.MANIFEST).read_text())["columns"]
+    columns["act"] |= {"by_row": True, "record": None}
+    change(path, columns=columns)
 
 
 DAMAGES = {
@@ -290,6 +302,8 @@ DAMAGES = {
     "size": (lambda path: change(path, capacity=80), "lanes of 80 rows in order 'lane', this memory is"),
     "class": (lambda path: change(path, kind="Memory"), "holds 'Memory' of"),
     "columns": (lambda path: change(path, columns={"obs": 3}), "store.json: TypeError"),
+    "a name": (change_a_name, "its checksum is another one; it is damaged"),
+    "small rows": (read_small_rows, "column 'act' is too small to be read by row: 8 bytes"),
     "no counters": (lambda path: change(path, counters="../x"), "'../x' is no name of a file"),
 }
 

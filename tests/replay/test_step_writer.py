@@ -262,3 +262,18 @@ def test_a_tensor_that_torch_would_copy_otherwise_is_converted_or_refused(value)
         assert memory.tensors["late"][2].tolist() == [[1.0]] * 12
     memory.add_samples(**row, late=torch.zeros(12, 1))
     assert not memory.tensors["late"].requires_grad
+
+
+@pytest.mark.parametrize("where", ["memory", "compressed", "on disk"])
+def test_marks_of_ends_may_be_wide(where, tmp_path):
+    """A mark for each of many agents; an episode ends where one of them is set."""
+    settings = {"compressed": {"compression": {"terminated": "zstd"}}, "on disk": {"path": tmp_path}}
+    memory = KINDS["torch"].RandomMemory(memory_size=20, num_envs=2, seed=0, **settings.get(where, {}))
+    memory.create_tensor("x", size=1)
+    memory.create_tensor("terminated", size=300, dtype=torch.bool)
+    for step in range(6):
+        marks = torch.zeros(2, 300, dtype=torch.bool)
+        marks[0, 7] = step == 2
+        memory.add_samples(x=torch.full((2, 1), float(step)), terminated=marks)
+    times = memory._storage.episodes.times(memory._storage.view().every_row())
+    assert times.reshape(6, 2).T.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]

@@ -21,7 +21,7 @@ from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EDITS, EXPOSED, LANE, REWRITES, Counters
 from rlstructs.replay.rows.linked import LinkedColumns, make_link
-from rlstructs.replay.rows.on_disk import MANIFEST, Disk, Existing, FileBlock
+from rlstructs.replay.rows.on_disk import CHECKSUM, MANIFEST, Disk, Existing, FileBlock, checksum_of
 from rlstructs.replay.rows.records import Record
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
@@ -108,6 +108,8 @@ def _restore(storage: Storage, disk: Disk, held: Mapping[str, Any], sizes: Mappi
     if held.get("format") != FORMAT or held.get("version") != VERSION:
         text = f"version {held.get('version')!r} of {held.get('format')!r}"
         raise FileError(f"{where}: is {text}, expected version {VERSION} of {FORMAT!r}")
+    if held.get(CHECKSUM) != checksum_of(held):
+        raise FileError(f"{where}: its checksum is another one; it is damaged")
     if (own := {name: held.get(name) for name in sizes}) != sizes:
         raise FileError(f"{where}: holds {_shown(own)}, this memory is {_shown(sizes)}")
     columns = storage.columns
@@ -122,6 +124,8 @@ def _restore(storage: Storage, disk: Disk, held: Mapping[str, Any], sizes: Mappi
                 {other: specs[other] for other in group}, columns.n_rows, allocate
             )
         elif each["by_row"]:
+            if not disk.is_large(specs[name]):
+                raise ValueError(f"column {name!r} is too small to be read by row: {specs[name].nbytes} bytes")
             file = disk.check(each["file"], specs[name].nbytes * columns.n_rows)
             blocks[name] = FileBlock(disk, file, specs[name], columns.n_rows)
         else:

@@ -21,6 +21,7 @@ import re
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from rlstructs.replay.rows.spec import Spec
 LARGE = 256
 # Bytes that are written at a time where all rows get one value.
 BYTES_AT_ONCE = 1 << 20
-MANIFEST, LOCK = "store.json", "lock"
+MANIFEST, LOCK, CHECKSUM = "store.json", "lock", "checksum"
 FILE = re.compile(r"\d{4,9}\.bin")
 
 
@@ -96,9 +97,9 @@ class Disk(Backing):
         except ValueError as error:
             raise FileError(f"{self.path / MANIFEST}: {error}") from error
 
-    def write(self, manifest: Mapping[str, Any]) -> None:
+    def write(self, manifest: dict[str, Any]) -> None:
         """Writes a manifest, if it is another, then removes the files that it does not name."""
-        text = json.dumps(manifest, default=lambda number: number.item())
+        text = json.dumps(manifest | {CHECKSUM: checksum_of(manifest)}, default=_item)
         if text == self._written:
             return
         temporary = self.path / f"{MANIFEST}.tmp"
@@ -118,9 +119,14 @@ class Disk(Backing):
     def rows(self, name: str, spec: Spec, n_rows: int, sparse: bool = False) -> Block:
         if spec.is_object:
             raise SpecError(f"{name!r} holds Python objects, which no file of {self.path} can hold; leave them out")
-        if spec.nbytes < LARGE:
+        if not self.is_large(spec):
             return self.allocate(name, spec.nbytes * n_rows)
         return FileBlock(self, self._create(spec.nbytes * n_rows, sparse), spec, n_rows)
+
+    @staticmethod
+    def is_large(spec: Spec) -> bool:
+        """Whether a column is read and written by row."""
+        return spec.nbytes >= LARGE
 
     def _create(self, nbytes: int, sparse: bool) -> str:
         """Creates a file of zeros, for which there is room on the disk unless it is sparse; returns its name.
@@ -297,6 +303,16 @@ def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, int]]:
     for at, row, end in zip(bounds, rows[bounds[:-1]].tolist(), bounds[1:], strict=False):
         if end > at:
             yield at, row, end - at
+
+
+def checksum_of(manifest: Mapping[str, Any]) -> int:
+    """Computes the checksum of a manifest, without the one that it holds."""
+    rest = {name: value for name, value in manifest.items() if name != CHECKSUM}
+    return zlib.crc32(json.dumps(rest, default=_item).encode())
+
+
+def _item(number: Any) -> Any:
+    return number.item()  # of numpy
 
 
 def _files(names: Any) -> list[str]:

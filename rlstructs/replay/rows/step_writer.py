@@ -283,7 +283,7 @@ class StepWriter:
 
     def _find_done(self, places: list[ndarray], rows: Any, is_row: bool) -> None:
         """Finds which of the rows that have been written end an episode."""
-        marks = [places[at][rows] for at in self._ends]
+        marks = [np.asarray(places[at][rows]) for at in self._ends]  # wide ones may be compressed, or on the disk
         ended = [mark for mark in marks if has_mark(mark)]
         self.done = None if not ended else ONE if is_row else any_marks(ended)
 
