@@ -15,14 +15,22 @@ LIMIT = 9
 
 def reset(key, params):
     at = jax.random.randint(key, (), 1, 5)
-    return {"at": at, "n": jnp.int32(0)}, {"at": at, "wide": jnp.full(3, at, jnp.float32)}
+    # A number of Python has a weak type.
+    return {"at": at, "n": jnp.int32(0), "one": 1.0}, {"at": at, "wide": jnp.full(3, at, jnp.float32)}
 
 
 def step(key, state, action, params):
     at, n = state["at"] + 2 * action["way"] - 1, state["n"] + 1
     noise = jax.random.uniform(key, (3,))
     seen = {"at": at, "wide": at + noise + action["push"].sum()}
-    return {"at": at, "n": n}, seen, at * params["scale"], (at <= 0) | (at >= 6), n >= LIMIT, {}
+    return (
+        {"at": at, "n": n, "one": state["one"] + 0 * noise[0]},
+        seen,
+        at * params["scale"],
+        (at <= 0) | (at >= 6),
+        n >= LIMIT,
+        {},
+    )
 
 
 WALK = JaxFunctions(

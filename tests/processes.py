@@ -47,10 +47,10 @@ class JumpingTime:
 
 
 def exists(pid):
-    """Whether a process has not ended."""
+    """Whether a process has not ended. One with threads is a zombie before the last of them has let go of its pipes."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -267,9 +267,17 @@ def _name_frames(observations: Any) -> dict[str, Any]:
     return {key: frame if frame.ndim > 1 else frame[:, None] for key, frame in frames.items()}
 
 
+def _without_weak_types(states: Any) -> Any:
+    """Gives states the types of arrays.
+
+    Numbers of Python have weak types: a scan that begins with one and ends with the other is compiled twice.
+    """
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), states)
+
+
 def _reset_all(functions: JaxFunctions, keys: Any, count: Any, params: Any) -> tuple[Any, dict[str, Any]]:
     states, observations = jax.vmap(functions.reset, (0, None))(fold_rows(keys, count), params)
-    return states, _name_frames(observations)
+    return _without_weak_types(states), _name_frames(observations)
 
 
 def _step_all(functions: JaxFunctions, batch: Batch, actions: Any, count: Any, params: Any) -> tuple[Any, Any, Any]:
@@ -285,6 +293,7 @@ def _step_all(functions: JaxFunctions, batch: Batch, actions: Any, count: Any, p
         keys, batch.states, nest(functions.action_space, iter(given.values())), params
     )
     states, observations, rewards, terminated, truncated, _ = results
+    states = _without_weak_types(states)
     terminated, truncated, frames = terminated.astype(bool), truncated.astype(bool), _name_frames(observations)
     done = terminated | truncated
 

@@ -19,7 +19,7 @@ from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
-from rlstructs.replay.rows.lanes import ALL, EDITS, EXPOSED, LANE, REWRITES, Counters
+from rlstructs.replay.rows.lanes import ALL, EDITS, LANE, REWRITES, Counters
 from rlstructs.replay.rows.linked import LinkedColumns, make_link
 from rlstructs.replay.rows.on_disk import CHECKSUM, MANIFEST, Disk, Existing, FileBlock, checksum_of
 from rlstructs.replay.rows.records import Record
@@ -147,7 +147,7 @@ def _settle(storage: Storage) -> None:
     ring, counters = storage.ring, storage.counters
     if (ring.base > ring.head).any() or (ring.head > ring.reserved).any() or (ring.base < 0).any():
         raise ValueError("its counters make no sense")
-    storage.clock.notes[EXPOSED] = 0
+    storage.clock.expose(False)
     storage.clock.count(REWRITES, EDITS)
     ring.skip_lost(ALL)
     counters.continuity.restore(np.full(ring.n_lanes, UNKNOWN), ring.head)

@@ -247,9 +247,9 @@ class Clock:
         """Whether a program has live tensors, through which it may change rows that are there at any time."""
         return bool(self.notes[EXPOSED])
 
-    def expose(self) -> None:
-        """Records that a program gets a live tensor."""
-        self.notes[EXPOSED] = 1
+    def expose(self, has_live: bool = True) -> None:
+        """Records that a program gets a live tensor, or that the program that had some is gone."""
+        self.notes[EXPOSED] = has_live
 
     def count_draws(self) -> None:
         """Counts a change of later draws that the rows do not show; call it before the change."""
