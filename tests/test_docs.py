@@ -44,6 +44,7 @@ SMALL = {
     "python benchmarks/stepping.py": "--rows cartpole-2 --seconds 0.02 --repeats 1 --no-peers",
     "python benchmarks/waiting.py": "--quick --no-peers",
     "python examples/ppo.py": "--n-steps 64 --n-envs 2 --n-timesteps 8 --n-eval 2",
+    "python tests/integrations/families.py": "--names Box2D --seconds 0.02",
     "python tests/walk.py": "",
     "rlstructs tune": "--seconds 0.1",
     "rlstructs collect": "--envs 2 --steps 400",
