@@ -35,8 +35,9 @@ from rlstructs.integrations.pettingzoo import ParallelEnvs
 FIELDS = ("index", "generation", "episode", "step", "draw", "option", "check")
 # Environments of a worker: three, so that two groups differ in size; of several agents two of two slots each.
 N_ENVS, N_AGENTS = 3, 2
-# The step, over all episodes, in which the last environment of the last worker fails.
-FAILS_AT = 9
+# The step, over all episodes, in which the last environment of the last worker fails. Agents that stay away until the
+# next reset take fewer steps than others.
+FAILS_AT, FAILS_EARLY_AT = 9, 6
 SEED = 7
 # What a new life of an environment adds to its generation, which is the restart number of its worker.
 LIFE = 4096
@@ -123,8 +124,8 @@ class Book:
     def go(self, action, rng):
         """Numbers, reward, terminated and truncated after an action."""
         self.step, self.n_steps = self.step + 1, self.n_steps + 1
-        if self.fails and self.n_steps == FAILS_AT:
-            if self.fails == "kill":
+        if self.fails and self.n_steps == self.fails[1]:
+            if self.fails[0] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("told to fail")
         is_over = self.step == length_of(self.index, self.episode)
@@ -270,6 +271,7 @@ def create_env(env, shows, acts, wrapper, fails, n_envs, seed, n_workers, in_wor
     keys = dict.fromkeys(FIELDS, np.int64) if shows == "infos" else ()
     # Not those of an evaluation, which has another seed.
     fails = fails if worker == n_workers - 1 and not generation and seed.root == SEED else ""
+    fails = fails and (fails, FAILS_EARLY_AT if env == "agents rollout" else FAILS_AT)
     told = partial(ToldParallel if several else Told, generation=generation, shows=shows, acts=acts)
     makers = [partial(told, worker * n + k, fails=fails if k == n - 1 else "") for k in range(n)]
     name, _, kind = env.partition(" ")

@@ -276,7 +276,7 @@ class Engine:
         if trainer.transport.infos:
             self._transport.set_infos(trainer.transport.infos)
         seeds = [self.settings.seed_of(worker, record["stream"]) for worker, record in enumerate(trainer.records)]
-        supervisor.load_states(state.jobs, seeds, trainer.update is not None)
+        supervisor.load_states(state.jobs, seeds, trainer.was_updated)
         self.version_before = trainer.version - self._outbox.version
         supervisor.records.load_exact(trainer.records, self.version_before - trainer.version_before)
         supervisor.set_statistics(trainer.statistics)

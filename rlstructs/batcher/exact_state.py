@@ -42,6 +42,7 @@ class TrainerState(NamedTuple):
         version, version_before: the number of updates, and the number of those that workers do not count.
         update: the last update; None if there was none.
         fed_from: by worker, the number of its first rollout that a memory gets; None if none is fed.
+        has_sent_update: whether `update` was taken out, because the jobs are sent it before this state.
     """
 
     records: list[dict[str, Any]]
@@ -52,6 +53,16 @@ class TrainerState(NamedTuple):
     version_before: int
     update: Parcel | None
     fed_from: Sequence[int] | None
+    has_sent_update: bool = False
+
+    @property
+    def was_updated(self) -> bool:
+        """Whether there was an update."""
+        return self.has_sent_update or self.update is not None
+
+    def without_update(self) -> TrainerState:
+        """Takes out the update, which a node's jobs are sent by the trainer."""
+        return self._replace(update=None, has_sent_update=self.was_updated)
 
 
 class EngineState(NamedTuple):

@@ -371,11 +371,10 @@ class Batch:
         """
         found: list[dict[str, torch.Tensor]] = []
         for slots, rows in self._sources:
-            loan = slots.lend(None, self.n_timesteps)
-            steps = {name: loan[name] for name in NAMES_OF_STEPS if name in loan}
-            if rows.size < slots.n:
-                steps = {name: tensor[torch.from_numpy(rows)] for name, tensor in steps.items()}
-            found.append(steps)
+            # Others may be written right now: not even their flags can be read.
+            some = rows.size < slots.n
+            loan = slots.read_later(rows, self.n_timesteps) if some else slots.lend(None, self.n_timesteps)
+            found.append({name: loan[name] for name in NAMES_OF_STEPS if name in loan})
         steps = found[0]
         if self._order is not None:
             order = torch.from_numpy(self._order)

@@ -469,7 +469,7 @@ class NodeState(NamedTuple):
 
         The trainer keeps the update.
         """
-        trainer = self.engine.trainer._replace(update=None)
+        trainer = self.engine.trainer.without_update()
         return {"workers": [job.as_dict() for job in self.engine.jobs], **dumps((trainer, self.own)).as_tensors()}
 
     @classmethod

@@ -14,6 +14,7 @@ from helpers import Count, Counting, count_batcher, create_gym, rollout
 from processes import LIMIT, wait_until
 
 from rlstructs import DictTensor, GymEnv, GymEnvInf, RandomAgent, RL_Agent, RL_Batcher, SpecError, StateError
+from rlstructs.structures.arrays import find_true as find_in_arrays
 from rlstructs.testing import Fault, Ledger, create_faulty_envs
 
 N_WEIGHTS = 300_000
@@ -225,8 +226,8 @@ def test_of_a_worker_that_fails_one_rollout_is_lost_and_the_others_are_run_again
 class Gated(Count):
     """Its third step waits for a file, in the worker of seed 1."""
 
-    def __init__(self, seed, file):
-        super().__init__(10**6)
+    def __init__(self, seed, file, length=10**6):
+        super().__init__(length)
         self.file = file if seed == 1 else None
 
     def step(self, action):
@@ -235,10 +236,11 @@ class Gated(Count):
         return super().step(action)
 
 
-def gated(file, run_ahead=0):
-    return RL_Batcher(
-        10, Counting, {}, lambda seed: GymEnvInf([Gated(seed, str(file))], seed), {}, 3, [0, 1, 2], run_ahead=run_ahead
-    )
+def gated(file, run_ahead=0, length=10**6):
+    def create_env(seed):
+        return GymEnvInf([Gated(seed, str(file), length)], seed)
+
+    return RL_Batcher(10, Counting, {}, create_env, {}, 3, [0, 1, 2], run_ahead=run_ahead)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
@@ -254,6 +256,28 @@ def test_those_who_are_through_are_handed_out_first(tmp_path, run_ahead):
         batcher.execute()
         trajectories, _ = batcher.get()
         assert frames(trajectories)[:, :, 1].tolist() == [[first + k for k in range(10)] for first in (40, 0, 40)]
+
+
+@pytest.mark.parametrize("take", ["get", "wait"])
+def test_nothing_is_read_of_a_worker_that_still_writes(tmp_path, monkeypatch, take):
+    """Not even which of its steps ended an episode: numpy finds wild indexes in flags that change meanwhile."""
+    found = []
+
+    def find_true(mask):
+        found.append(len(mask))
+        return find_in_arrays(mask)
+
+    monkeypatch.setattr("rlstructs.shared.reading.find_true", find_true)
+    with gated(tmp_path / "go", length=7) as batcher:
+        batcher.reset()
+        batcher.execute()
+        if take == "wait":
+            assert batcher.wait(min_workers=2) == (20, 3)
+            assert batcher.episodes()["length"].tolist() == [7, 7]
+        else:
+            assert batcher.get(min_workers=2)[0].trajectories["_observation/done"].sum() == 2
+        assert set(found) == {2}
+        (tmp_path / "go").touch()
 
 
 def test_stragglers_are_cut_short_and_go_on_from_there(tmp_path):

@@ -630,6 +630,30 @@ def test_an_actor_that_is_killed_is_replaced(cluster, tmp_path, run_ahead):
     wait_until_gone(pids_in(before) + pids_in(after))
 
 
+@pytest.mark.parametrize("what", ["worker", "node"])
+def test_a_successor_acts_with_the_last_update_of_an_exact_state(cluster, what):
+    def make():
+        return RayBatcher(
+            5, Counting, {}, lambda seed: GymEnvInf([Sizes(9), Sizes(7)], seed), {}, 4, 5, n_nodes=2,
+            on_worker_failure="restart",
+        )  # fmt: skip
+
+    with make() as batcher:
+        batcher.reset()
+        batcher.update(torch.tensor(3.0))
+        rollout(batcher)
+        state = batcher.state_dict(exact=True)
+    with make() as other:
+        other.load_state_dict(state)
+        kill(of_actors(other)[1] if what == "node" else other.stats()["workers"][3]["pid"])
+        batches = [rollout(other)[0] for _ in range(3)]
+        assert other.stats()["restarts"] == (2 if what == "node" else 1)
+    assert sum(batch.lengths.sum() for batch in batches) >= 2 * 40  # of two rollouts at least
+    for batch in batches:
+        given = batch.trajectories["action/given"]
+        assert (given[batch.trajectories.mask().bool()] == 3).all()
+
+
 def test_when_just_a_reply_is_lost_what_came_behind_it_is_run_again():
     record, reply = NodeRecord(n_ordered=4), RolloutReply([0], (0, 0.0, 0.0, 0.0), 0, {})
     record.orders += [RolloutOrder(number, Future(0, "rollout")) for number in range(4)]

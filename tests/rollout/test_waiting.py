@@ -266,6 +266,7 @@ def test_rows_are_cut_where_enough_workers_are_done():
     with waits.make_batcher(2) as batcher:
         batcher.reset()
         collect(batcher, judge, 5, preempt=0.5)
+        assert judge.n_late  # rows ended while steps were under way
         collect(batcher, judge, 5, min_workers=1)
 
 

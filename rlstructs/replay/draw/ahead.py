@@ -245,7 +245,7 @@ class StoreDraws:
         n: how many samples a batch has.
         select: draws a given number of samples.
         read: reads them; several threads may call it.
-        finish: makes a batch of what was read, as it is handed out.
+        hand_over: makes a batch of what was read, as it is handed out.
     """
 
     storage: Storage
