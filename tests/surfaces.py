@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from frameworks import EVERY_KIND, ON_HOST, make
 
+from rlstructs import DictTensor, TemporalDictTensor, Trajectories
 from rlstructs.distributed.shard import Shard, ShardSettings, columns_of
 from rlstructs.replay import (
     CachedReplayBuffer,
@@ -33,6 +35,24 @@ from rlstructs.replay.rows import compression, on_disk
 from rlstructs.structures.arrays import raw_of
 
 N_LANES, CAPACITY = 3, 20
+
+
+def trajectories(start=0, n=7):
+    """Steps of all lanes, which count from `start`; episodes end with every fourth."""
+    shape = (N_LANES, n)
+    number = torch.arange(start, start + N_LANES * n, dtype=torch.float32).reshape(shape)
+    values = {
+        "observation/frame": number[..., None].expand(*shape, 80),
+        "_observation/frame": (number + 1)[..., None].expand(*shape, 80),
+        "action/action": number.long(),
+        "_observation/reward": number,
+        "_observation/terminated": torch.arange(n).expand(shape) % 4 == 3,
+        "_observation/truncated": torch.zeros(shape, dtype=torch.bool),
+    }
+    info = {"env_index": torch.arange(N_LANES)}
+    return Trajectories(DictTensor(info), TemporalDictTensor(values, torch.full((N_LANES,), n)))
+
+
 TIANSHOU = {
     "obs": "observation/frame", "act": "action/action", "rew": "_observation/reward",
     "terminated": "_observation/terminated", "truncated": "_observation/truncated",

@@ -18,9 +18,9 @@ import torch
 from frameworks import flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surfaces import EVERY_SURFACE, N_LANES
+from surfaces import EVERY_SURFACE, trajectories
 
-from rlstructs import DictTensor, FileError, SpecError, StateError, TemporalDictTensor, Trajectories
+from rlstructs import FileError, SpecError, StateError
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
 from rlstructs.replay import ChunkReplayBuffer, DictTensorReplayBuffer, ReplayBuffer, TensorStorage, VectorReplayBuffer
 from rlstructs.replay.rows import on_disk, step_writer
@@ -101,21 +101,6 @@ def test_rows_are_those_of_raw_columns_after_whatever_happens_to_them(actions, s
 
 
 SURFACES = [case for case in EVERY_SURFACE if case.id.startswith("on-disk") and "Cached" not in case.id]
-
-
-def trajectories(start, n):
-    shape = (N_LANES, n)
-    number = torch.arange(start, start + N_LANES * n, dtype=torch.float32).reshape(shape)
-    values = {
-        "observation/frame": number[..., None].expand(*shape, 80),
-        "_observation/frame": (number + 1)[..., None].expand(*shape, 80),
-        "action/action": number.long(),
-        "_observation/reward": number,
-        "_observation/terminated": torch.arange(n).expand(shape) % 4 == 3,
-        "_observation/truncated": torch.zeros(shape, dtype=torch.bool),
-    }
-    info = {"env_index": torch.arange(N_LANES)}
-    return Trajectories(DictTensor(info), TemporalDictTensor(values, torch.full((N_LANES,), n)))
 
 
 @pytest.mark.parametrize("surface", SURFACES)

@@ -13,9 +13,9 @@ import torch
 from frameworks import host
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surfaces import EVERY_SURFACE, N_LANES
+from surfaces import EVERY_SURFACE, trajectories
 
-from rlstructs import DictTensor, SpecError, StateError, TemporalDictTensor, Trajectories
+from rlstructs import SpecError, StateError
 from rlstructs.memories.memory import Memory
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
 from rlstructs.replay import (
@@ -30,22 +30,6 @@ from rlstructs.replay.torchrl.buffer import DictTensorBase
 
 LIMIT = 60
 SURFACES = [case for case in EVERY_SURFACE if "Shard" not in case.id and "Cached" not in case.id]
-
-
-def trajectories(start, n):
-    """Steps of all lanes, which count from `start`; episodes end with every fourth."""
-    shape = (N_LANES, n)
-    number = torch.arange(start, start + N_LANES * n, dtype=torch.float32).reshape(shape)
-    values = {
-        "observation/frame": number[..., None].expand(*shape, 80),
-        "_observation/frame": (number + 1)[..., None].expand(*shape, 80),
-        "action/action": number.long(),
-        "_observation/reward": number,
-        "_observation/terminated": torch.arange(n).expand(shape) % 4 == 3,
-        "_observation/truncated": torch.zeros(shape, dtype=torch.bool),
-    }
-    info = {"env_index": torch.arange(N_LANES)}
-    return Trajectories(DictTensor(info), TemporalDictTensor(values, torch.full((N_LANES,), n)))
 
 
 def filled(surface, n=7):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from replay_rows import fill, rows
-from surfaces import CAPACITY, EVERY_SURFACE, N_LANES
+from surfaces import CAPACITY, EVERY_SURFACE, trajectories
 
-from rlstructs import Checkpoint, DictTensor, FileError, OutOfMemoryError, TemporalDictTensor, Trajectories
+from rlstructs import Checkpoint, FileError, OutOfMemoryError
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import ReplayBuffer, VectorReplayBuffer
 from rlstructs.replay.buffer import Buffer
@@ -28,22 +28,6 @@ from rlstructs.replay.rows.store import Storage
 SURFACES = [surface for surface in EVERY_SURFACE if surface.id != "Shard"]  # which is no file's
 # How a memory is written and read again.
 WAYS = ("npz", "h5", "checkpoint")
-
-
-def trajectories(start=0, n=7):
-    """Steps of all lanes, which count from `start`; episodes end with every fourth."""
-    shape = (N_LANES, n)
-    number = torch.arange(start, start + N_LANES * n, dtype=torch.float32).reshape(shape)
-    values = {
-        "observation/frame": number[..., None].expand(*shape, 80),
-        "_observation/frame": (number + 1)[..., None].expand(*shape, 80),
-        "action/action": number.long(),
-        "_observation/reward": number,
-        "_observation/terminated": torch.arange(n).expand(shape) % 4 == 3,
-        "_observation/truncated": torch.zeros(shape, dtype=torch.bool),
-    }
-    info = {"env_index": torch.arange(N_LANES)}
-    return Trajectories(DictTensor(info), TemporalDictTensor(values, torch.full((N_LANES,), n)))
 
 
 def filled(surface, start=0, n=7):
