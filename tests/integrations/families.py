@@ -33,7 +33,7 @@ class Family:
     Args:
         name: what people call it.
         packages: what is installed beside rlstructs.
-        imports: the module that says whether it is installed.
+        imports: the modules that say whether all that it needs is installed.
         code: defines `make`: an id of gymnasium, or a function that makes one environment.
         n_envs: the environments of the worker; 1 where a process holds no more.
         is_single: whether `make` makes one gymnasium environment, which a bare loop can step.
@@ -65,10 +65,10 @@ def of_gymnasium(name, packages, module, env_id):
     return Family(name, packages, module, f'make = "{module}:{env_id}"')
 
 
-def of_pettingzoo(name, packages, module, env, n_agents, maker="parallel_env"):
+def of_pettingzoo(name, packages, imports, module, env, n_agents, maker="parallel_env"):
     """A family of several agents; `n_envs` of a batcher counts these."""
     code = PETTINGZOO.format(module=module, env=env, maker=maker)
-    return Family(name, packages, module, code, 2 * n_agents, is_single=False)
+    return Family(name, packages, imports, code, 2 * n_agents, is_single=False)
 
 
 CRAFTER = """
@@ -187,7 +187,7 @@ FAMILIES = [
     Family("MiniGrid", "minigrid", "minigrid", MINIGRID),
     Family("Crafter", "crafter", "crafter", CRAFTER, is_seeded=False),
     of_gymnasium("ViZDoom", "vizdoom", "vizdoom.gymnasium_wrapper", "VizdoomBasic-v1"),
-    of_gymnasium("dm_control", "shimmy[dm-control]", "shimmy", "dm_control/cheetah-run-v0"),
+    of_gymnasium("dm_control", "shimmy[dm-control]", "shimmy dm_control", "dm_control/cheetah-run-v0"),
     Family("MetaWorld", "metaworld", "metaworld", METAWORLD),
     of_gymnasium("highway-env", "highway-env", "highway_env", "highway-fast-v0"),
     of_gymnasium("PyBullet", "pybullet_envs_gymnasium", "pybullet_envs_gymnasium", "HalfCheetahBulletEnv-v0"),
@@ -200,15 +200,30 @@ FAMILIES = [
     of_gymnasium("panda-gym", "panda-gym", "panda_gym", "PandaReach-v3"),
     Family("stable-retro", "stable-retro", "stable_retro", RETRO, n_envs=1),
     of_gymnasium("AnyTrading", "gym-anytrading", "gym_anytrading", "stocks-v0"),
-    of_gymnasium("bsuite", "shimmy[bsuite]", "shimmy", "bsuite/catch-v0"),
+    of_gymnasium("bsuite", "shimmy[bsuite]", "shimmy bsuite", "bsuite/catch-v0"),
     Family("EnvPool", "envpool", "envpool", ENVPOOL, is_single=False),
     Family("Jumanji", "jumanji", "jumanji", JUMANJI),
     Family("gymnax", "gymnax", "gymnax", GYMNAX, is_single=False),
     Family("Brax", "brax", "brax", BRAX, is_single=False),
-    of_pettingzoo("PettingZoo MPE", "mpe2", "mpe2", "simple_spread_v3", 3),
-    of_pettingzoo("PettingZoo SISL", "pettingzoo[sisl]", "pettingzoo.sisl", "pursuit_v5", 8),
-    of_pettingzoo("PettingZoo classic", "pettingzoo[classic]", "pettingzoo.classic", "connect_four_v3", 2, "env"),
-    of_pettingzoo("PettingZoo Butterfly", "pettingzoo[butterfly]", "pettingzoo.butterfly", "pistonball_v6", 20),
+    of_pettingzoo("PettingZoo MPE", "mpe2", "mpe2", "mpe2", "simple_spread_v3", 3),
+    of_pettingzoo("PettingZoo SISL", "pettingzoo[sisl]", "pettingzoo pygame", "pettingzoo.sisl", "pursuit_v5", 8),
+    of_pettingzoo(
+        "PettingZoo classic",
+        "pettingzoo[classic]",
+        "pettingzoo pygame",
+        "pettingzoo.classic",
+        "connect_four_v3",
+        2,
+        "env",
+    ),
+    of_pettingzoo(
+        "PettingZoo Butterfly",
+        "pettingzoo[butterfly]",
+        "pettingzoo pymunk",
+        "pettingzoo.butterfly",
+        "pistonball_v6",
+        20,
+    ),
     Family("OpenSpiel", "shimmy[openspiel]", "pyspiel", OPEN_SPIEL, n_envs=4, is_single=False),
 ]
 
@@ -296,7 +311,7 @@ def run_apart(family, seconds):
 
 
 def is_installed(family):
-    return importlib.util.find_spec(family.imports.split(".")[0]) is not None
+    return all(importlib.util.find_spec(name.split(".")[0]) for name in family.imports.split())
 
 
 def line_of(family, row):
