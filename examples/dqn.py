@@ -9,8 +9,8 @@ the mean return of `--n-eval` episodes in which no action is random, and how fas
 
 `--plot curve.png` draws the returns of the training, `--track tensorboard:runs/dqn` keeps its metrics there; either
 needs `pip install -e '.[plot]'`. With `--track wandb:PROJECT` or `--track trackio:PROJECT` they go to these
-services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which then
-ends it; run again it goes on from there.
+services, whose package is needed. `--checkpoint FOLDER` saves the training every minute, at its end, and at SIGTERM,
+which then ends it; run again it goes on from there.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Log:
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
         self.track = open_log(args.track, vars(args))
-        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.figure = optional("matplotlib.figure").Figure(figsize=(9, 5)) if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
@@ -228,6 +228,7 @@ def main(args: Args) -> None:
                 log.add(n_steps, batcher.episodes(), {**batcher.metrics(), **losses})
                 checkpoint.save_if_due(log.n_steps)
         speed = log.close()
+        checkpoint.save(log.n_steps)
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"epsilon": torch.zeros(n_all)}))
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
 

@@ -13,7 +13,7 @@ much of it the learner had nothing to learn from:
 
 `--save policy.pt` keeps the policy: `play_ppo.py` plays it. `--plot curve.png` draws the returns of the training,
 `--track tensorboard:runs/ppo` keeps its metrics (either needs the extra `plot`), `--track wandb:PROJECT` likewise.
-`--checkpoint FOLDER` saves the training every minute, and at SIGTERM, which ends it; run again it goes on from there.
+`--checkpoint FOLDER` saves it every minute, at its end, and at SIGTERM, which ends it; run again it goes on from there.
 `--trace run.json` writes a timeline of trainer and workers, which `rlstructs trace run.json` explains.
 `--ray auto` has the workers run on a Ray cluster, `--ray local` on one of this machine (the extra `ray`). HalfCheetah
 needs `gymnasium[mujoco]`. Where an observation has two entries, of which KEY says by 0 and 1 which actions are allowed,
@@ -166,7 +166,7 @@ class Log:
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
         self.track = open_log(args.track, vars(args))
-        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.figure = optional("matplotlib.figure").Figure(figsize=(9, 5)) if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)
@@ -234,6 +234,7 @@ def main(args: Args) -> None:
                 log.add(int(batch.lengths.sum()), batcher.episodes(), {**batcher.metrics(), **losses})
                 checkpoint.save_if_due(log.n_steps)
         speed = log.close()
+        checkpoint.save(log.n_steps)
         if args.save:
             torch.save({"network": network.state_dict(), "batcher": batcher.state_dict()}, args.save)
         episodes = batcher.evaluate(args.n_eval, args.seed + 1, agent_info=DictTensor({"greedy": ~greedy}))

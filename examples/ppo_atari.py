@@ -176,7 +176,7 @@ class Log:
     def __init__(self, args: Args) -> None:
         # Before the first rollout: who lacks a package or a folder is to know it now.
         self.track = open_log(args.track, vars(args))
-        self.figure = optional("matplotlib.figure").Figure() if args.plot else None
+        self.figure = optional("matplotlib.figure").Figure(figsize=(9, 5)) if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
         self.bar = tqdm(total=args.n_steps, unit=" steps", unit_scale=True)

@@ -9,7 +9,7 @@ are `(B, T, ...)`. `terminated` and `truncated` are gymnasium's, `done` is eithe
     network = torch.nn.Linear(4, 2)  # CartPole's observations to logits of its 2 actions
     with RL_Batcher.make("CartPole-v1", network, n_envs=8, n_workers=2) as batcher:
         for rollout in batcher.rollouts(n_steps=2048):
-            print(rollout.trajectories["observation/frame"].shape)
+            print(rollout["observation/frame"].shape)
 """
 
 from __future__ import annotations

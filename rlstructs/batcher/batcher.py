@@ -219,7 +219,8 @@ class RL_Batcher:
                 and may take `observation_space` and `action_space`; or None for random actions. Networks act in
                 evaluation mode (see `RL_Agent.keeps_modes`).
             n_envs: N, the number of environments of all workers, a multiple of `n_workers`.
-            n_workers: W; 0 runs the environments in this process; None for as many as there are cores.
+            n_workers: W; 0 runs the environments in this process; None for the largest number, up to that
+                of the cores, that divides `n_envs`.
             n_timesteps, device: see the constructor.
             seed: `seeds` of the constructor.
             env_args: further arguments of `gymnasium.make`, or of the function.

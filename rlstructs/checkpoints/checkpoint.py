@@ -65,6 +65,7 @@ class Checkpoint:
                 trajectories, _ = batcher.get()
                 progress["n_steps"] += learn(network, optimizer, trajectories)
                 checkpoint.save_if_due(progress["n_steps"], every=60)
+        checkpoint.save(progress["n_steps"])  # of a run shorter than `every`, the first
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class Checkpoint:
     def save_if_due(self, step: int, every: float = 60.0) -> bool:
         """Saves the training if `every` seconds are over or a stop was requested.
 
-        `preemption` notes such requests; after that save the program ends.
+        `preemption` notes such requests; after that save the program ends. A run that is shorter than `every` saves
+        nothing, and a longer one not its end: call `save` after the loop.
 
         Args:
             step: see `save`.
