@@ -19,6 +19,7 @@ number is the lower quartile of the CPU time of the process. Two bounds hold for
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -83,19 +84,26 @@ def measure(row: Row, rounds: int) -> dict[str, float]:
     clock = time.perf_counter if row.is_wall_time else time.process_time
     ready = {}
     for name, make in row.contenders.items():
-        try:
+        with going_on_without(name):
             ready[name] = prepared(make, clock)
-        except Exception:
-            if name == "ours":
-                raise
-            # The original cannot do it, or its compiled parts don't fit this version of torch: ours is measured alone.
     if any(micros(call, 1, clock) > SLOW * 1e6 for call, _ in ready.values()):
         rounds = SLOW_ROUNDS
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(rounds):
         for name, (call, n) in ready.items():
-            times[name].append(micros(call, n, clock))
-    return {name: sorted(found)[len(found) // 4] for name, found in times.items()}
+            with going_on_without(name):
+                times[name].append(micros(call, n, clock))
+    return {name: sorted(found)[len(found) // 4] for name, found in times.items() if len(found) == rounds}
+
+
+@contextlib.contextmanager
+def going_on_without(name: str) -> Iterator[None]:
+    """Lets an original fail: it cannot do it, or its compiled parts don't fit this version of torch."""
+    try:
+        yield
+    except Exception:
+        if name == "ours":
+            raise
 
 
 def all_rows(words: list[str], quick: bool) -> Iterator[Row]:

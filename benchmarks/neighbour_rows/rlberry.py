@@ -103,7 +103,7 @@ def reads() -> Iterator[Row]:
                 yield Row("sample", f"{n} x {length}", on(pair, lambda b, n=n, k=length: b.sample(n, k), "rlberry"))
         draw = lambda b, n=n: b.sample(n, 8, sampling_mode="prioritized")
         yield Row("sample, prioritised", f"{n} x 8", on(pair, draw, "rlberry"))
-        new = np.random.rand(n)
+        new = np.random.rand(n, 8)
         call = lambda b, draw=draw, new=new: b.update_priorities(draw(b).info["indices"], new)
         yield Row("sample, update_priorities", f"{n} x 8", on(pair, call, "rlberry"))
     for name, call in {
