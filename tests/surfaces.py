@@ -197,7 +197,8 @@ EVERY_SURFACE = [
       for kind in ON_HOST),
     *(pytest.param(surface, id=f"compressed {name}") for name, surface in _surfaces(**COMPRESSED).items()
       if name != "Shard"),
-    *(pytest.param(_memory(kind, "PrioritizedMemory", **ON_DISK), id=f"on-disk memory of {kind}") for kind in ON_HOST),
-    *(pytest.param(surface, id=f"on-disk {name}") for name, surface in _surfaces(TensorStorage, **ON_DISK).items()
-      if name != "Shard"),
+    *(pytest.param(_memory(kind, "PrioritizedMemory", **ON_DISK, **also), id=f"on-disk {what}memory of {kind}")
+      for what, also in (("", {}), ("compressed ", COMPRESSED)) for kind in ON_HOST),
+    *(pytest.param(surface, id=f"on-disk {what}{name}") for what, also in (("", {}), ("compressed ", COMPRESSED))
+      for name, surface in _surfaces(TensorStorage, **ON_DISK, **also).items() if name != "Shard"),
 ]  # fmt: skip

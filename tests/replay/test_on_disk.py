@@ -19,11 +19,19 @@ from frameworks import flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from surfaces import EVERY_SURFACE, trajectories
+from test_compressed import rows_of
 
 from rlstructs import FileError, SpecError, StateError
 from rlstructs.memories.torch import PrioritizedMemory, RandomMemory
-from rlstructs.replay import ChunkReplayBuffer, DictTensorReplayBuffer, ReplayBuffer, TensorStorage, VectorReplayBuffer
-from rlstructs.replay.rows import on_disk, step_writer
+from rlstructs.replay import (
+    ChunkReplayBuffer,
+    Compression,
+    DictTensorReplayBuffer,
+    ReplayBuffer,
+    TensorStorage,
+    VectorReplayBuffer,
+)
+from rlstructs.replay.rows import compressed, on_disk, step_writer
 from rlstructs.replay.rows.folder import make_storage
 from rlstructs.replay.rows.lanes import LANE, SLOT
 from rlstructs.replay.rows.spec import Spec
@@ -35,18 +43,15 @@ SPECS = {
     "reward": Spec(np.dtype(np.float32)),
     "action": Spec(np.dtype(np.int64), (2,)),
 }
+COMPRESSED = {"frame": "zstd:1", "value": "zstd:1"}
 
 
-def store(path, n_lanes=2, capacity=5, order=LANE):
-    made = make_storage("test", n_lanes, capacity, order, path=path)
+def store(path, n_lanes=2, capacity=5, order=LANE, compression=None):
+    made = make_storage("test", n_lanes, capacity, order, compression=compression, path=path)
     if not made.columns.specs:
         made.add_columns(SPECS)
     made.track_episodes()
     return made
-
-
-def rows_of(rng, lead, spec):
-    return rng.integers(0, 256, (*lead, spec.nbytes), np.uint8).view(spec.dtype).reshape(*lead, *spec.shape)
 
 
 def held(storage):
@@ -63,10 +68,16 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=20, deadline=None)
-@given(actions=ACTIONS, seed=st.integers(0, 2**32 - 1), order=st.sampled_from([LANE, SLOT]))
-def test_rows_are_those_of_raw_columns_after_whatever_happens_to_them(actions, seed, order, tmp_path_factory):
+@given(
+    actions=ACTIONS, seed=st.integers(0, 2**32 - 1), order=st.sampled_from([LANE, SLOT]),
+    compression=st.sampled_from([None, COMPRESSED]),
+)  # fmt: skip
+def test_rows_are_those_of_raw_columns_after_whatever_happens_to_them(
+    actions, seed, order, compression, tmp_path_factory
+):
     path = tmp_path_factory.mktemp("rows")
-    rng, made, raw, is_copy = np.random.default_rng(seed), store(path, order=order), store(None, order=order), False
+    made, raw = store(path, order=order, compression=compression), store(None, order=order)
+    rng, is_copy = np.random.default_rng(seed), False
     for action in actions:
         lanes = rng.permutation(2)[: rng.integers(1, 3)]
         if action in ("write", "some"):
@@ -94,7 +105,7 @@ def test_rows_are_those_of_raw_columns_after_whatever_happens_to_them(actions, s
             capacity = made.columns.capacity
             del made
             gc.collect()
-            made = store(path, capacity=capacity, order=order)
+            made = store(path, capacity=capacity, order=order, compression=compression)
             made.alignment = raw.alignment
             raw.end_episodes()
         assert held(made) == held(raw)
@@ -137,57 +148,68 @@ def killed(function, *args, after=200):
     assert process.exitcode == -signal.SIGKILL
 
 
-def memory_at(path):
-    made = PrioritizedMemory(memory_size=64, num_envs=2, device="cpu", seed=0, path=path)
+def frames_of(numbers, size):
+    """Frames (n, size) that tell their numbers; but for every third they are noise, which does not become smaller."""
+    numbers = np.asarray(numbers).reshape(-1, 1)
+    noise = (numbers + 1) * 2_654_435_761 * (np.arange(size) + 7) ** 2 >> 16
+    return np.where(numbers % 3 == 0, numbers % 251, noise % 256).astype(np.uint8)
+
+
+def memory_at(path, compression):
+    made = PrioritizedMemory(memory_size=64, num_envs=2, device="cpu", seed=0, path=path, compression=compression)
     for name, size, dtype in (("frame", 4000, torch.uint8), ("count", 1, torch.int64), ("last", 500, torch.int64)):
         made.create_tensor(name, size, dtype)
     return made
 
 
-def write_memory(counter, path):
-    made, lanes = memory_at(path), np.arange(2)
+def write_memory(counter, path, compression):
+    made, lanes = memory_at(path, compression), np.arange(2)
     while True:
         row = (counter.value * 2 + lanes)[:, None]
-        made.add_samples(frame=np.repeat(row % 251, 4000, 1).astype(np.uint8), count=row, last=np.repeat(row, 500, 1))
+        made.add_samples(frame=frames_of(row, 4000), count=row, last=np.repeat(row, 500, 1))
         counter.value += 1
 
 
-def check_memory(path):
+def check_memory(path, compression, least):
     """Checks that every row is whole; returns how many rows each environment has had, at least."""
-    made = memory_at(path)
+    made = memory_at(path, compression)
     [[frame, count, last]] = made.sample_all(["frame", "count", "last"])
-    assert len(made) >= 2 * 62  # all but what was being overwritten
-    assert (frame == count % 251).all() and (last == count).all()
-    rows = count.reshape(-1)
-    assert sorted(rows.tolist()) == rows.tolist() and len(set(rows.tolist())) == len(rows)
-    newest = int(rows[-1])
+    assert len(made) >= 2 * least
+    assert (frame.numpy() == frames_of(count, 4000)).all() and (last == count).all()
+    for lane in range(2):
+        rows = count[count % 2 == lane]
+        assert (rows.diff() == 2).all()
     [[again, of_row]] = made.sample(["frame", "count"], 50)
-    assert (again == of_row % 251).all()
-    return newest // 2
+    assert (again.numpy() == frames_of(of_row, 4000)).all()
+    return int(count.max()) // 2
 
 
-def buffer_at(path):
-    return ReplayBuffer(64, path=path)
+def buffer_at(path, compression):
+    return ReplayBuffer(64, path=path, compression=compression)
 
 
-def write_buffer(counter, path):
-    made = buffer_at(path)
+def after_of(numbers):
+    """The numbers of the frames after these, of another episode after each seventh."""
+    return np.where(numbers % 7 == 6, 10**6 + numbers, numbers + 1)
+
+
+def write_buffer(counter, path, compression):
+    made = buffer_at(path, compression)
     while True:
         t = counter.value
-        obs, after = (np.full(3000, number, np.uint8) for number in (t % 251, 255 if t % 7 == 6 else (t + 1) % 251))
+        obs, after = frames_of([t, after_of(np.array(t))], 3000)
         ends = {"terminated": t % 7 == 6, "truncated": False}
         made.add({"obs": obs, "act": t, "rew": float(t), "obs_next": after, **ends})
         counter.value += 1
 
 
-def check_buffer(path):
-    made = buffer_at(path)
+def check_buffer(path, compression, least):
+    made = buffer_at(path, compression)
     batch = made[:]
     count = np.asarray(batch.act)
-    assert len(made) >= 63 and (np.diff(count) == 1).all()
+    assert len(made) >= least and (np.diff(count) == 1).all()
     assert "obs_next" in made._storage.columns.links
-    after = np.where(count % 7 == 6, 255, (count + 1) % 251)
-    assert (batch.obs == (count % 251)[:, None]).all() and (batch.obs_next == after[:, None]).all()
+    assert (batch.obs == frames_of(count, 3000)).all() and (batch.obs_next == frames_of(after_of(count), 3000)).all()
     made.add(
         {"obs": batch.obs[0], "act": -1, "rew": 0.0, "terminated": True, "truncated": False, "obs_next": batch.obs[0]}
     )
@@ -195,16 +217,24 @@ def check_buffer(path):
     return int(count[-1])
 
 
-KINDS = {"memory": (write_memory, check_memory), "linked": (write_buffer, check_buffer)}
+# What writes and what checks, the compression, and how many rows there are at least: all but those being overwritten.
+KINDS = {
+    "memory": (write_memory, check_memory, None, 62),
+    "linked": (write_buffer, check_buffer, None, 63),
+    "compressed memory": (write_memory, check_memory, "zstd:1", 62),
+    "compressed linked": (write_buffer, check_buffer, "zstd:1", 63),
+    "limited memory": (write_memory, check_memory, Compression("zstd:1", max_bytes=2 * 24 * 4000), 8),
+    "limited linked": (write_buffer, check_buffer, Compression("zstd:1", max_bytes=24 * 3000), 8),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_that_is_killed_leaves_whole_rows_alone(kind, tmp_path):
-    write, check = KINDS[kind]
-    for number in range(3):
+    write, check, compression, least = KINDS[kind]
+    for number in range(3 if compression is None else 1):
         path = tmp_path / str(number)
-        killed(write, path, after=200 + number)
-        assert check(path) >= 198 + number
+        killed(write, path, compression, after=200 + number)
+        assert check(path, compression, least) >= 198 + number
 
 
 class Killed(BaseException):
@@ -254,6 +284,86 @@ def test_no_write_of_a_row_leaves_half_of_it_wherever_it_ends(n_before, tmp_path
     assert ends
 
 
+LEFT = [10**9]
+
+
+def store_one():
+    if not LEFT[0]:
+        raise Killed
+    LEFT[0] -= 1
+
+
+class Stores:
+    """Numbers or bytes that are stored, until the program is killed."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getitem__(self, at):
+        return self._inner[at]
+
+    def __setitem__(self, at, value):
+        store_one()
+        self._inner[at] = value
+
+
+class StoredArray(np.ndarray):
+    def __setitem__(self, at, value):
+        store_one()
+        super().__setitem__(at, value)
+
+
+@pytest.mark.parametrize("n_fit", [None, 12], ids=["all rows fit", "some rows fit"])
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_no_store_of_a_compressed_row_leaves_half_of_it_wherever_it_ends(where, n_fit, tmp_path, monkeypatch):
+    made_whole, size, capacity = compressed.CompressedBlock._map, 400, 30
+
+    def watch(block):
+        made_whole(block)
+        block._fast, block._bytes = Stores(block._fast), Stores(block._bytes)
+        block._counts, block._lanes = block._counts.view(StoredArray), block._lanes.view(StoredArray)
+
+    monkeypatch.setattr(compressed.CompressedBlock, "_map", watch)
+    monkeypatch.setattr(compressed, "SEGMENT", 4 * size)
+    setting = Compression({"frame": "zstd:1"}, None if n_fit is None else n_fit * size)
+
+    def opened():
+        made = make_storage("test", 1, capacity, compression=setting, path=None if where == "memory" else tmp_path)
+        if not made.columns.specs:
+            made.add_columns({"frame": Spec(np.dtype(np.uint8), (size,)), "step": Spec(np.dtype(np.int64))})
+        return made
+
+    def frames(numbers):
+        found = frames_of(numbers, size)
+        found[:, :8] = np.asarray(numbers, np.int64)[:, None].view(np.uint8)
+        return found
+
+    made, rng, n_killed = opened(), np.random.default_rng(0), 0
+    for number in range(1500):
+        rows, LEFT[0] = made.view().every_row(), int(rng.integers(60))
+        try:
+            if rows.size and rng.random() < 0.6:
+                made.put({"frame": frames([number])}, rng.choice(rows, 1))
+            else:
+                n = int(rng.integers(1, 4))
+                steps = made.ring.head[0] + np.arange(n)
+                made.write({"frame": frames(number + 3 * steps)[None], "step": steps[None]})
+        except Killed:
+            n_killed += 1
+            if where == "folder":
+                del made
+                gc.collect()
+        LEFT[0] = 10**9
+        if where == "folder" and "made" not in locals():
+            made = opened()
+        head, rows = int(made.ring.head[0]), made.view().every_row()
+        frame, step = made.gather(["frame", "step"], rows)
+        assert (frame == frames(frame[:, :8].copy().view(np.int64)[:, 0])).all()
+        assert sorted(step.tolist()) == list(range(head - len(rows), head))
+        assert len(rows) >= min(head, capacity - 3 if n_fit is None else 4)
+    assert n_killed > 100
+
+
 def filled(path, n=10, size=8, **more):
     buffer = ReplayBuffer(size, path=path, **more)
     for t in range(n):
@@ -268,6 +378,12 @@ def change(path, **entries):
     file.write_text(json.dumps({**changed, on_disk.CHECKSUM: on_disk.checksum_of(changed)}))
 
 
+def change_to_raw(path):
+    columns = json.loads((path / on_disk.MANIFEST).read_text())["columns"]
+    columns["obs"] |= {"file": columns["obs"].pop("files")[0], "by_row": True}
+    change(path, columns=columns)
+
+
 def change_a_name(path):
     file = path / on_disk.MANIFEST
     file.write_text(file.read_text().replace("terminated", "terminatex"))
@@ -279,6 +395,14 @@ def read_small_rows(path):
     change(path, columns=columns)
 
 
+def change_places(path):
+    file = json.loads((path / on_disk.MANIFEST).read_text())["columns"]["obs"]["files"][0]
+    numbers = np.fromfile(path / file, np.int64)
+    numbers[3] += 1 << 40
+    numbers.tofile(path / file)
+
+
+PACKED = {"compression": {"obs": "zstd"}}
 DAMAGES = {
     "version": (lambda path: change(path, version=9), "is version 9 of 'rlstructs rows', expected version 1"),
     "format": (lambda path: change(path, format="x"), "is version 1 of 'x', expected"),
@@ -290,39 +414,59 @@ DAMAGES = {
     "a name": (change_a_name, "its checksum is another one; it is damaged"),
     "small rows": (read_small_rows, "column 'act' is too small to be read by row: 8 bytes"),
     "no counters": (lambda path: change(path, counters="../x"), "'../x' is no name of a file"),
-}
+    "packed places": (change_places, "the places of the compressed rows of 'obs' make no sense"),
+    "packed column": (change_to_raw, "store.json: KeyError: 'files'"),
+    "packed otherwise": (
+        lambda path: change(path, compression="zstd:9"), "compression 'zstd:9', this memory is .*, compression {'obs'"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_folder_that_is_damaged_or_of_another_memory_is_an_error_that_says_so(damage, tmp_path):
     act, message = DAMAGES[damage]
-    filled(tmp_path)
+    settings = PACKED if damage.startswith("packed") else {}
+    filled(tmp_path, **settings)
     gc.collect()
     act(tmp_path)
     content = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(FileError, match=message):
-        ReplayBuffer(8, path=tmp_path)
+        ReplayBuffer(8, path=tmp_path, **settings)
     gc.collect()
     # A file of counters may have been made, and is removed by the next one that opens the folder.
     assert content.items() <= {file.name: file.read_bytes() for file in tmp_path.iterdir()}.items()
 
 
-def test_a_file_that_is_missing_or_truncated_is_named(tmp_path):
-    for number, file in enumerate(sorted(json_files(tmp_path / "model"))):
+@pytest.mark.parametrize("settings", [{}, PACKED], ids=["raw", "compressed"])
+def test_a_file_that_is_missing_or_truncated_is_named(settings, tmp_path):
+    for number, file in enumerate(sorted(json_files(tmp_path / "model", settings))):
         for way in ("truncated", "missing"):
             path = tmp_path / f"{number}{way}"
-            filled(path)
+            filled(path, **settings)
             gc.collect()
             if way == "missing":
                 (path / file).unlink()
             else:
                 os.truncate(path / file, (path / file).stat().st_size - 1)
             with pytest.raises(FileError, match=f"{file}: (has .* bytes, expected|there is no such file)"):
-                ReplayBuffer(8, path=path)
+                ReplayBuffer(8, path=path, **settings)
 
 
-def json_files(path):
-    filled(path)
+def test_damaged_bytes_in_a_folder_are_named_by_column_and_row(tmp_path):
+    filled(tmp_path, n=6, **PACKED)
+    gc.collect()
+    file = json.loads((tmp_path / on_disk.MANIFEST).read_text())["columns"]["obs"]["files"][1]
+    data = np.fromfile(tmp_path / file, np.uint8)
+    data[np.flatnonzero(data)[-1] - 2] ^= 255  # of the last row
+    data.tofile(tmp_path / file)
+    buffer = ReplayBuffer(8, path=tmp_path, **PACKED)
+    with pytest.raises(StateError, match="the compressed bytes of row 5 of 'obs' are damaged"):
+        buffer.get(np.arange(6), "obs")
+    assert buffer.get(np.arange(5), "obs")[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def json_files(path, settings):
+    filled(path, **settings)
     gc.collect()
     return set(on_disk.FILE.findall((path / on_disk.MANIFEST).read_text()))
 
@@ -343,8 +487,9 @@ def test_one_memory_at_a_time_has_a_folder_open(tmp_path):
     assert len(ReplayBuffer(8, path=tmp_path)) == 8
 
 
-def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path, monkeypatch):
-    buffer = filled(tmp_path, n=3)
+@pytest.mark.parametrize("settings", [{}, PACKED], ids=["raw", "compressed"])
+def test_a_full_disk_is_an_error_and_what_was_there_stays(settings, tmp_path, monkeypatch):
+    buffer = filled(tmp_path, n=3, **settings)
     before = (np.asarray(buffer[:].act).tolist(), len(buffer))
 
     def full(*_):
@@ -356,7 +501,7 @@ def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path, monkeypatch)
             buffer.add({"obs": np.zeros(300, np.uint8), "act": 0, "rew": 0.0, "terminated": False, "truncated": False,
                         "policy": {"logits": np.zeros(3)}})  # fmt: skip
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*bin'"):
             buffer.add({"obs": np.zeros(300, np.uint8), "act": 9, "rew": 0.0, "terminated": False, "truncated": False})
         assert (np.asarray(buffer[:].act).tolist(), len(buffer)) == before
     for t in (3, 4):
@@ -365,11 +510,6 @@ def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path, monkeypatch)
 
 
 def test_what_does_not_go_with_a_folder_is_refused(tmp_path):
-    together = "path and compression do not go together"
-    with pytest.raises(SpecError, match=together):
-        RandomMemory(9, device="cpu", path=tmp_path, compression="zstd")
-    with pytest.raises(SpecError, match=together):
-        ReplayBuffer(9, path=tmp_path, compression="zstd")
     with pytest.raises(SpecError, match="holds Python objects, which no file of"):
         ReplayBuffer(9, path=tmp_path).add(
             {"obs": 0, "act": 0, "rew": 0.0, "terminated": False, "truncated": False, "info": {"name": "a"}}
@@ -381,8 +521,9 @@ def test_what_does_not_go_with_a_folder_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_reads_the_rows_and_writes_none(tmp_path):
-    buffer = filled(tmp_path, n=4)
+@pytest.mark.parametrize("settings", [{}, PACKED], ids=["raw", "compressed"])
+def test_a_forked_process_reads_the_rows_and_writes_none(settings, tmp_path):
+    buffer = filled(tmp_path, n=4, **settings)
     if not (pid := os.fork()):
         code = 1
         try:
@@ -397,8 +538,9 @@ def test_a_forked_process_reads_the_rows_and_writes_none(tmp_path):
     assert np.asarray(buffer[:].act).tolist() == [0, 1, 2, 3]
 
 
-def test_shared_rows_are_those_of_the_folder_in_every_process(tmp_path):
-    memory = RandomMemory(20, 2, device="cpu", path=tmp_path)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_shared_rows_are_those_of_the_folder_in_every_process(compression, tmp_path):
+    memory = RandomMemory(20, 2, device="cpu", path=tmp_path, compression=compression)
     memory.create_tensor("frame", 1000, torch.uint8)
     memory.share_memory()
     context = multiprocessing.get_context("forkserver")
@@ -423,17 +565,21 @@ def test_columns_that_were_exchanged_leave_no_file(tmp_path):
     assert len(list(tmp_path.iterdir())) == before
 
 
-def test_a_folder_of_frames_takes_no_memory(tmp_path):
-    memory, frames = RandomMemory(2000, device="cpu", path=tmp_path, seed=0), np.ones((100, 64_000), np.uint8)
+@pytest.mark.parametrize("compression", [None, "zstd:1"])
+def test_a_folder_of_frames_takes_no_memory(compression, tmp_path):
+    memory = RandomMemory(2000, device="cpu", path=tmp_path, seed=0, compression=compression)
+    noise = np.random.default_rng(0).integers(0, 256, 64_000, np.uint8)
+    noise[0], frames = 0, np.zeros((100, 64_000), np.uint8)
     memory.create_tensor("frame", 64_000, torch.uint8)
     memory.add_samples(frame=frames)
     memory.sample(["frame"], 100)
     before = resident()
     for number in range(20):  # 128 MB
-        memory.add_samples(frame=np.full_like(frames, number))
+        np.bitwise_xor(noise, np.uint8(number), out=frames)
+        memory.add_samples(frame=frames)
     for _ in range(20):
         [[frame]] = memory.sample(["frame"], 100)
-        assert (frame == frame[:, :1]).all()
+        assert all((row ^ row[0] == noise).all() for row in frame.numpy())
     del frame
     assert resident() - before < 64e6
 

@@ -4,6 +4,7 @@
     segments   of a lane, one after another; a row lies in one of them
     counts     of the rows in each segment: one without any is written again, the lowest first
 
+A writer that is killed at any moment leaves whole rows, and perhaps counts that are too high: see `_make_space`.
 The memory is as large as rows that do not become smaller would need, but only segments that were written take any.
 Rows are appended to a segment, never changed in place: a reader that finds other bytes finds another place, too.
 With a limit the memory may be smaller; where it is full, the oldest rows of the lane are dropped.
@@ -83,7 +84,7 @@ class CompressedBlock:
         n_lanes = self.ids.n_lanes
         n_numbers = self.ids.n_rows + n_lanes * (self._n_segments + N_STATE)
         self._numbers = backing.allocate(self._name, 8 * n_numbers, sparse=True)
-        self._memory = backing.allocate(self._name, n_lanes * self._n_segments * self._segment, sparse=True)
+        self._memory = backing.allocate_slices(self._name, n_lanes * self._n_segments * self._segment)
         self._map()
 
     def _map(self) -> None:
@@ -91,9 +92,9 @@ class CompressedBlock:
         self._first_state = self.ids.n_rows + n_lanes * self._n_segments
         table, counts, lanes = np.split(numbers, [self.ids.n_rows, self._first_state])
         self._table, self._counts = table, counts.reshape(n_lanes, self._n_segments)
-        self._lanes, self._bytes = lanes.reshape(n_lanes, N_STATE), self._memory.bytes()
-        # Single numbers and slices of these take half the time.
-        self._fast, self._fast_bytes = numbers.data, self._bytes.data
+        self._lanes, memory = lanes.reshape(n_lanes, N_STATE), self._memory.bytes()
+        # Single numbers and slices of views take half the time; what is no array is a file.
+        self._fast, self._bytes = numbers.data, getattr(memory, "data", memory)
         self._none = np.frombuffer(np.full(self.spec.shape, self.spec.unwritten, self.spec.dtype).tobytes(), np.uint8)
 
     def rows(self, ring: Ring | None = None) -> CompressedRows:
@@ -110,6 +111,32 @@ class CompressedBlock:
         """Bytes of the segments that hold rows, and of the bookkeeping."""
         held = np.count_nonzero(self._counts) * self._segment
         return int(held) + self._table.nbytes + self._lanes.nbytes
+
+    @property
+    def files(self) -> list[str]:
+        """The names of its files, if it has any: of the bookkeeping, and of the rows."""
+        blocks: list[Any] = [self._numbers, self._memory]
+        return [block.file for block in blocks]
+
+    def recover(self) -> None:
+        """Counts the rows of each segment anew, of which a program that was killed may have counted too many.
+
+        Raises:
+            ValueError: the bookkeeping makes no sense.
+        """
+        rows = np.flatnonzero(self._table)
+        starts, lengths = self._table[rows] >> LENGTH_BITS, self._table[rows] & LENGTH_MASK
+        segments, lanes = starts // self._segment, self.ids.lanes(rows)
+        current, taken, used = self._lanes.T
+        most = [self._n_segments - 1, self._segment, self._n_segments]
+        fit = bool(((self._lanes >= 0) & (self._lanes <= most)).all())
+        # A row lies in a segment of its lane that was written, before what the next rows will be written to.
+        own, ends = segments - lanes * self._n_segments, starts % self._segment + lengths
+        fit &= bool(((own >= 0) & (own < used[lanes]) & (lengths > 0) & (lengths <= self.spec.nbytes)).all())
+        fit &= bool((ends <= np.where(own == current[lanes], taken[lanes], self._segment)).all())
+        if not fit:
+            raise ValueError(f"the places of the compressed rows of {self._name!r} make no sense")
+        self._counts.reshape(-1)[...] = np.bincount(segments, minlength=self._counts.size)
 
     def beside(self, name: str, spec: Spec, backing: Backing) -> CompressedBlock:
         """Makes the memory of another column like this one."""
@@ -129,8 +156,8 @@ class CompressedBlock:
             its[...] = mine
         for lane, used in enumerate(self._lanes[:, USED].tolist()):
             start = lane * self._n_segments * self._segment
-            part = slice(start, start + used * self._segment)
-            other._bytes[part] = self._bytes[part]
+            for at in range(start, start + used * self._segment, self._segment):
+                other._bytes[at : at + self._segment] = self._bytes[at : at + self._segment]
         return other
 
     def write(self, rows: np.ndarray, values: Any) -> None:
@@ -160,18 +187,23 @@ class CompressedBlock:
 
     def put(self, row: int, lane: int, data: Any) -> None:
         """Appends the bytes of a row to its lane's segments; None for an unwritten one."""
-        numbers, entry = self._fast, 0
-        if data is not None:
-            n, state = len(data), self._first_state + lane * N_STATE
-            taken = numbers[state + TAKEN]
-            while taken + n > self._segment or not numbers[state + USED]:
-                self._begin_segment(lane)
-                taken = numbers[state + TAKEN]
-            segment = lane * self._n_segments + numbers[state + CURRENT]
-            start = segment * self._segment + taken
-            self._fast_bytes[start : start + n] = data
-            entry, numbers[state + TAKEN] = start << LENGTH_BITS | n, taken + n
-            numbers[self.ids.n_rows + segment] += 1  # first: a writer that is killed leaves too many, never too few
+        if data is None:
+            self._refer(row, 0)
+            return
+        numbers, n, state = self._fast, len(data), self._first_state + lane * N_STATE
+        while numbers[state + TAKEN] + n > self._segment or not numbers[state + USED]:
+            self._begin_segment(lane)
+        taken = numbers[state + TAKEN]
+        start = (lane * self._n_segments + numbers[state + CURRENT]) * self._segment + taken
+        self._bytes[start : start + n] = data
+        numbers[state + TAKEN] = taken + n
+        self._refer(row, start << LENGTH_BITS | n)
+
+    def _refer(self, row: int, entry: int) -> None:
+        """Gives a row the bytes at a place, which were written; 0 for none."""
+        numbers = self._fast
+        if entry:  # first: a writer that is killed leaves too many, never too few
+            numbers[self.ids.n_rows + (entry >> LENGTH_BITS) // self._segment] += 1
             keep_order()
         before, numbers[row] = numbers[row], entry
         if before:
@@ -185,28 +217,42 @@ class CompressedBlock:
         if free.size + self._n_segments - used < 2:
             self._make_space(lane)
             return
-        state[CURRENT] = free[0] if free.size else used
-        state[USED], state[TAKEN] = max(used, state[CURRENT] + 1), 0
+        # In this order: a writer that is killed in between leaves a gap in the new segment at most.
+        current = int(free[0]) if free.size else used
+        state[USED] = max(used, current + 1)
+        state[CURRENT] = current
+        state[TAKEN] = 0
 
     def _make_space(self, lane: int) -> None:
         """Moves the rows of two segments to the last free one, if they fit into it; otherwise drops the oldest rows.
 
-        Rows are read while they move: each has bytes at its place at any time.
+        Rows are read while they move: each has bytes at its place at any time. Meanwhile the segment that they move to
+        is the current one, and counts as full: if the writer is killed, the next one goes on from there.
         """
         rows = self.ids.rows(lane, np.arange(self.ids.capacity))
         rows = rows[self._table[rows] != 0]
-        places = self._table[rows]
-        segments = (places >> LENGTH_BITS) // self._segment - lane * self._n_segments
+        starts, lengths = self._table[rows] >> LENGTH_BITS, self._table[rows] & LENGTH_MASK
+        segments = starts // self._segment - lane * self._n_segments
         # Counted anew: a killed writer has counted too many.
         self._counts[lane] = np.bincount(segments, minlength=self._n_segments)
-        taken = np.bincount(segments, places & LENGTH_MASK, self._n_segments)
-        smallest = np.argsort(taken, kind="stable")[np.count_nonzero(taken == 0) :][:2]
-        if taken[smallest].sum() > self._segment:
+        taken, state = np.bincount(segments, lengths, self._n_segments), self._lanes[lane]
+        free = np.flatnonzero(taken == 0)
+        target = int(free[0] if free.size else state[CURRENT])
+        at = int((starts % self._segment + lengths)[segments == target].max(initial=0))
+        smallest = np.argsort(taken, kind="stable")[free.size :]
+        smallest = smallest[smallest != target][:2]
+        if at + taken[smallest].sum() > self._segment:
             self._drop_oldest(lane, rows, segments)
             return
-        self._lanes[lane] = np.flatnonzero(taken == 0)[0], 0, self._n_segments
+        state[USED] = self._n_segments
+        state[TAKEN] = self._segment
+        state[CURRENT] = target
         for row in rows[np.isin(segments, smallest)].tolist():
-            self.put(row, lane, bytes(self.read(row)))
+            data, start = bytes(self.read(row)), (lane * self._n_segments + target) * self._segment + at
+            self._bytes[start : start + len(data)] = data
+            self._refer(row, start << LENGTH_BITS | len(data))
+            at += len(data)
+        state[TAKEN] = at
 
     def _drop_oldest(self, lane: int, rows: np.ndarray, segments: np.ndarray) -> None:
         """Drops the oldest rows of a lane, until a segment has none.
@@ -224,13 +270,13 @@ class CompressedBlock:
         for row in rows[steps < end].tolist():
             self.put(row, lane, None)
 
-    def read(self, row: int) -> memoryview:
-        """Returns the bytes of a row, a view; none of an unwritten one."""
+    def read(self, row: int) -> Any:
+        """Returns the bytes of a row, of memory a view; none of an unwritten one."""
         return self._at(self._fast[row])
 
-    def _at(self, entry: int) -> memoryview:
+    def _at(self, entry: int) -> Any:
         start = entry >> LENGTH_BITS
-        return self._fast_bytes[start : start + (entry & LENGTH_MASK)]
+        return self._bytes[start : start + (entry & LENGTH_MASK)]
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Returns the bytes that rows take, int32; 0 for unwritten ones."""
@@ -273,7 +319,7 @@ class CompressedBlock:
         self._map()
 
 
-_MAPPED = frozenset(["ring", "_table", "_counts", "_lanes", "_bytes", "_none", "_fast", "_fast_bytes"])
+_MAPPED = frozenset(["ring", "_table", "_counts", "_lanes", "_bytes", "_none", "_fast"])
 
 
 class CompressedRows:

@@ -17,6 +17,7 @@ import numpy as np
 from rlstructs.checks import DTYPES, UNKNOWN
 from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.rows.columns import Columns
+from rlstructs.replay.rows.compressed import CompressedBlock
 from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EDITS, LANE, REWRITES, Counters
@@ -51,8 +52,6 @@ def make_storage(
         StateError: another memory has the folder open.
         FileError: the folder is damaged, of another version, or of a memory of another kind or size.
     """
-    if path is not None and compression is not None:
-        raise SpecError("path and compression do not go together: leave one of them out")
     if columns is not None and not columns.on_host and (path is not None or compression is not None):
         what, where = "path" if compression is None else "compression", getattr(columns, "device", None)
         raise SpecError(f"{what} needs rows in host memory, and they lie on {where}: give device='cpu'")
@@ -67,12 +66,13 @@ def make_storage(
 def _open(storage: Storage, disk: Disk, kind: str) -> None:
     columns = storage.columns
     sizes = {"kind": kind, "n_lanes": columns.n_lanes, "capacity": columns.capacity, "order": columns.order}
+    sizes["compression"] = columns.compression.to_json()
     if disk.held is not None:
         try:
             _restore(storage, disk, disk.held, sizes)
         except FileError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise FileError(f"{disk.path / MANIFEST}: {type(error).__name__}: {error}") from error
     kept = weakref.ref(storage)  # a clock lives no longer than its store, but may be collected later
 
@@ -91,8 +91,11 @@ def _describe(storage: Storage) -> dict[str, Any]:
         block: Any = columns._blocks[name]
         own = {"dtype": spec.dtype.name, "shape": spec.shape, "fill": spec.fill, "is_bfloat16": spec.is_bfloat16}
         inside: Any = block.block if isinstance(block, Record) else block
-        own |= {"file": inside.file, "by_row": isinstance(block, FileBlock)}
         own["record"] = list(block.specs) if isinstance(block, Record) else None
+        if isinstance(block, CompressedBlock):
+            own["files"] = block.files
+        else:
+            own |= {"file": inside.file, "by_row": isinstance(block, FileBlock)}
         if (link := columns.links.get(name)) is not None:
             own |= {"source": link.source, "link": link.file}
         found[name] = own
@@ -115,14 +118,27 @@ def _restore(storage: Storage, disk: Disk, held: Mapping[str, Any], sizes: Mappi
     columns = storage.columns
     assert isinstance(columns, LinkedColumns)
     storage.counters = Counters(columns.n_lanes, Existing(disk, held["counters"]))
-    specs = {name: _spec(name, each) for name, each in held["columns"].items()}
+    _restore_columns(columns, disk, held["columns"])
+    storage._map()
+    if held["episodes"] is not None:
+        storage.episodes = Episodes(storage.ring, columns.order, Existing(disk, held["episodes"]))
+        storage.episodes.columns.clock, storage.episodes.columns._backing = storage.clock, disk
+    _settle(storage)
+
+
+def _restore_columns(columns: LinkedColumns, disk: Disk, held: Mapping[str, Any]) -> None:
+    specs = {name: _spec(name, each) for name, each in held.items()}
     blocks: dict[str, Any] = {}
-    for name, each in held["columns"].items():
+    for name, each in held.items():
         if (group := each["record"]) is not None:
             allocate = partial(Existing(disk, each["file"]).allocate, "record")
             blocks[name] = blocks.get(group[0]) or Record(
                 {other: specs[other] for other in group}, columns.n_rows, allocate
             )
+        elif (level := columns.compression.level_of(each.get("source", name), specs[name])) is not None:
+            files, most = Existing(disk, *each["files"]), columns.compression.max_bytes
+            blocks[name] = block = CompressedBlock(name, specs[name], columns, level, files, most)
+            block.recover()
         elif each["by_row"]:
             if not disk.is_large(specs[name]):
                 raise ValueError(f"column {name!r} is too small to be read by row: {specs[name].nbytes} bytes")
@@ -130,16 +146,11 @@ def _restore(storage: Storage, disk: Disk, held: Mapping[str, Any], sizes: Mappi
             blocks[name] = FileBlock(disk, file, specs[name], columns.n_rows)
         else:
             blocks[name] = Existing(disk, each["file"]).allocate(name, specs[name].nbytes * columns.n_rows)
-    linked = {name: each for name, each in held["columns"].items() if "source" in each}
-    for name, each in linked.items():
-        columns.links[name] = make_link(columns, each["source"], specs[each["source"]], Existing(disk, each["link"]))
+    for name, each in held.items():
+        if (source := each.get("source")) is not None:
+            columns.links[name] = make_link(columns, source, specs[source], Existing(disk, each["link"]))
     columns._blocks, columns.specs = blocks, specs
     columns._map()
-    storage._map()
-    if held["episodes"] is not None:
-        storage.episodes = Episodes(storage.ring, columns.order, Existing(disk, held["episodes"]))
-        storage.episodes.columns.clock, storage.episodes.columns._backing = storage.clock, disk
-    _settle(storage)
 
 
 def _settle(storage: Storage) -> None:
@@ -164,4 +175,5 @@ def _spec(name: str, each: Mapping[str, Any]) -> Spec:
 
 
 def _shown(sizes: Mapping[str, Any]) -> str:
-    return "{kind!r} of {n_lanes} lanes of {capacity} rows in order {order!r}".format(**sizes)
+    text = "{kind!r} of {n_lanes} lanes of {capacity} rows in order {order!r}".format(**sizes)
+    return text if sizes["compression"] is None else f"{text}, compression {sizes['compression']!r}"

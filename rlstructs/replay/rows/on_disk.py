@@ -4,9 +4,10 @@
     0001.bin ...   the memory of a block each
     lock           held by the program that has the folder open
 
-Large columns are read and written by row with `pread` and `pwrite`, so that the process's memory does not grow with
-them. Everything else is mapped: counters, episodes, and small columns. What was stored in a mapped file, or written to
-any, stays when the program is killed, in the order in which it was done: so the counters tell which rows are whole.
+Large columns, and the bytes of compressed ones, are read and written by row with `pread` and `pwrite`, so that the
+process's memory does not grow with them. Everything else is mapped: counters, episodes, and small columns. What was
+stored in a mapped file, or written to any, stays when the program is killed, in the order in which it was done: so the
+counters tell which rows are whole.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rlstructs.replay.rows.spec import Spec
 
 # Bytes of a row from which on a column is read and written by row.
 LARGE = 256
-# Bytes that are written at a time where all rows get one value.
+# Bytes that are written at a time where all rows get one value, and that are copied at a time.
 BYTES_AT_ONCE = 1 << 20
 MANIFEST, LOCK, CHECKSUM = "store.json", "lock", "checksum"
 FILE = re.compile(r"\d{4,9}\.bin")
@@ -123,6 +124,9 @@ class Disk(Backing):
             return self.allocate(name, spec.nbytes * n_rows)
         return FileBlock(self, self._create(spec.nbytes * n_rows, sparse), spec, n_rows)
 
+    def allocate_slices(self, name: str, nbytes: int) -> Block:
+        return File(self, self._create(nbytes, sparse=True), nbytes)
+
     @staticmethod
     def is_large(spec: Spec) -> bool:
         """Whether a column is read and written by row."""
@@ -178,15 +182,18 @@ class Disk(Backing):
 
 
 class Existing(Backing):
-    """A file of a manifest, in place of a new one."""
+    """Files of a manifest, in place of new ones, in the order in which those would be made."""
 
     has_records = True
 
-    def __init__(self, disk: Disk, name: Any) -> None:
-        self._disk, self._name = disk, name
+    def __init__(self, disk: Disk, *names: Any) -> None:
+        self._disk, self._names = disk, list(names)
 
     def allocate(self, name: str, nbytes: int, sparse: bool = False) -> Block:
-        return MappedBlock(self._disk, self._disk.check(self._name, nbytes), nbytes)
+        return MappedBlock(self._disk, self._disk.check(self._names.pop(0), nbytes), nbytes)
+
+    def allocate_slices(self, name: str, nbytes: int) -> Block:
+        return File(self._disk, self._disk.check(self._names.pop(0), nbytes), nbytes)
 
 
 class MappedBlock:
@@ -211,22 +218,82 @@ class MappedBlock:
             self._bytes[...] = state["bytes"]
 
 
-class FileBlock:
-    """The file of a large column, read and written by row; pickled by value, unless its folder is shared.
+class File:
+    """A file that is read and written by slices; pickled by value, unless its folder is shared.
 
     Args:
         disk: the folder.
         file: its name.
+        nbytes: its size.
+    """
+
+    def __init__(self, disk: Disk, file: str, nbytes: int) -> None:
+        self._disk, self.file, self._nbytes = disk, file, nbytes
+        self._descriptor = os.open(disk.path / file, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._pid = os.getpid()
+
+    def bytes(self) -> Any:
+        """Returns this object, whose slices stand for those of memory."""
+        return self
+
+    def __getitem__(self, part: slice) -> Any:
+        return os.pread(self._descriptor, part.stop - part.start, part.start)
+
+    def __setitem__(self, part: slice, data: Any) -> None:
+        self._check_owner()
+        self._write(memoryview(data), part.start)
+
+    def _check_owner(self) -> None:
+        if self._pid != os.getpid() and not self._disk.is_shared:
+            raise StateError(f"{self._disk.path}: the rows are of the process that forked this one; share the memory")
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while len(data):
+            try:
+                n = os.pwrite(self._descriptor, data, offset)
+            except OSError as error:
+                error.filename = str(self._disk.path / self.file)
+                raise
+            data, offset = data[n:], offset + n
+
+    def _pieces(self) -> Iterator[tuple[int, Any]]:
+        """Yields what was written, in pieces, and where each begins."""
+        at = 0
+        while at < self._nbytes:
+            try:
+                at = os.lseek(self._descriptor, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                return  # nothing follows
+            end = min(os.lseek(self._descriptor, at, os.SEEK_HOLE), at + BYTES_AT_ONCE)
+            yield at, os.pread(self._descriptor, end - at, at)
+            at = end
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {"disk": self._disk, "file": self.file, "nbytes": self._nbytes}
+        return state if self._disk.is_shared else {**state, "pieces": list(self._pieces())}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        disk, nbytes = state["disk"], state["nbytes"]
+        File.__init__(self, disk, state["file"] if disk.is_shared else disk._create(nbytes, sparse=True), nbytes)
+        for at, data in state.get("pieces", ()):
+            self._write(memoryview(data), at)
+
+
+class FileBlock(File):
+    """The file of a large column, read and written by row.
+
+    Args:
+        disk, file: see `File`.
         spec: of the column.
         n_rows: number of rows.
     """
 
     def __init__(self, disk: Disk, file: str, spec: Spec, n_rows: int) -> None:
-        self._disk, self.file, self.spec, self._n_rows = disk, file, spec, n_rows
-        self._width = spec.nbytes
-        self._descriptor = os.open(disk.path / file, os.O_RDWR | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._pid = os.getpid()
+        super().__init__(disk, file, spec.nbytes * n_rows)
+        self.spec, self._n_rows, self._width = spec, n_rows, spec.nbytes
 
     def rows(self) -> CompressedRows:
         """Returns the column, `(n_rows, *shape)`, by row id; it is indexed as an array."""
@@ -264,8 +331,7 @@ class FileBlock:
             OSError: the disk is full.
             StateError: this is a forked process, whose parent has the rows.
         """
-        if self._pid != os.getpid() and not self._disk.is_shared:
-            raise StateError(f"{self._disk.path}: the rows are of the process that forked this one; share the memory")
+        self._check_owner()
         spec, values = self.spec, np.asarray(values, self.spec.dtype)
         if not values.ndim:
             values = np.broadcast_to(values, (rows.size, *spec.shape))
@@ -277,23 +343,12 @@ class FileBlock:
             for at, row, n in _runs(rows[start : start + at_once]):
                 self._write(data[at * width : (at + n) * width], row * width)
 
-    def _write(self, data: memoryview, offset: int) -> None:
-        while len(data):
-            n = os.pwrite(self._descriptor, data, offset)
-            data, offset = data[n:], offset + n
-
     def __getstate__(self) -> dict[str, Any]:
-        state = {"disk": self._disk, "file": self.file, "spec": self.spec, "n_rows": self._n_rows}
-        if not self._disk.is_shared:
-            state["bytes"] = np.fromfile(self._disk.path / self.file, np.uint8)
-        return state
+        return {**super().__getstate__(), "spec": self.spec, "n_rows": self._n_rows}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        disk, spec, n_rows = state["disk"], state["spec"], state["n_rows"]
-        file = state["file"] if disk.is_shared else disk._create(spec.nbytes * n_rows, True)
-        self.__init__(disk, file, spec, n_rows)  # type: ignore[misc]
-        if "bytes" in state:
-            state["bytes"].tofile(disk.path / file)
+        super().__setstate__(state)
+        self.spec, self._n_rows, self._width = state["spec"], state["n_rows"], state["spec"].nbytes
 
 
 def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, int]]:
