@@ -282,7 +282,9 @@ def constructor_arguments(
     threads: bool,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of the constructor of `cls` that follow from those of its `make`, and the `settings`.
+    """Translates the arguments of `make` into those of the constructor of `cls`.
+
+    `settings` are added to them.
 
     Raises:
         SpecError, TypeError: one of them is wrong; the message names it.

@@ -626,7 +626,9 @@ class RL_Batcher:
         return self._engine.metrics()
 
     def trace(self, path: str | Path | None) -> contextlib.AbstractContextManager[Timeline | None]:
-        """Writes a timeline of a `with` block: what the trainer and each worker do at each moment.
+        """Writes a timeline of what the trainer and each worker do.
+
+        It covers a `with` block.
 
         The file opens in Perfetto (https://ui.perfetto.dev) and in `chrome://tracing`; `rlstructs trace FILE` says what
         follows from it. Each worker has a lane: agent, environment, reset, write, update, wait for an order, start; the
@@ -661,7 +663,7 @@ class RL_Batcher:
         return record(path, self._engine.board)
 
     def explain(self) -> str:
-        """Says where the time went since the last call, and what to do about it.
+        """Says where time went since the last call, and what to do.
 
         Returns:
             Five lines: the bottleneck; what to do; the shares of the trainer's time; of the workers' time; how much was

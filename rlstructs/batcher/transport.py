@@ -119,7 +119,10 @@ class Transport:
         return self.n_running()
 
     def check_out(self, out: Trajectories, n_rows: int | None = None) -> None:
-        """Raises unless a rollout of so many rows fits into `out`; None for the most that the next one may have."""
+        """Raises unless a rollout of so many rows fits into `out`.
+
+        None stands for the most rows that the next one may have.
+        """
         size = self.max_rows() if n_rows is None else n_rows, self.layout.n_timesteps
         arguments.check(out, {**self.layout.row_info, **ROW_INFO}, self.layout.steps, size)
 
@@ -328,7 +331,10 @@ class Batch:
         return Trajectories.trusted(DictTensor.trusted(info), found)
 
     def _take_versions(self, info: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The policy version of each step, (B, T), where steps have their own; takes what it needs from the info."""
+        """The policy version of each step, (B, T), where steps have their own.
+
+        It takes what it needs out of the info.
+        """
         behind = info.pop(FIRST_BEHIND, None)
         if behind is None:
             return {}

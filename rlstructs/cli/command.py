@@ -1,4 +1,6 @@
-"""The command `rlstructs`: collects rollouts, shows an agent, describes files, and finds where time goes.
+"""The command `rlstructs`.
+
+It collects rollouts, shows an agent, describes files, and finds where time goes.
 
     rlstructs collect CartPole-v1 --workers 2 --steps 200000 --out rollouts.npz --plot returns.png
     rlstructs play CartPole-v1 --agent my_agents:trained --video cartpole.mp4

@@ -189,7 +189,10 @@ class BareLoop:
         return measure_speed(self._step, seconds)
 
     def busy_share(self, seconds: float) -> float:
-        """Steps the environments for some seconds; returns the share of them that it ran, or waited for a core."""
+        """Steps the environments for some seconds.
+
+        Returns the share of that time in which this process ran, or waited for a core.
+        """
         start, busy = time.perf_counter(), _busy_seconds()
         self.run(seconds)
         return (_busy_seconds() - busy) / (time.perf_counter() - start)

@@ -93,7 +93,13 @@ def watch(board: Path) -> Iterator[str]:
 
 
 def describe(facts: dict[str, Any], cells: Any, spent: Any, seconds: float) -> str:
-    """Describes a program, given the facts and the cells of its board, and how much they grew in these seconds."""
+    """Describes a program.
+
+    Args:
+        facts: of its board.
+        cells: of its board, now.
+        spent: how much the cells grew in these seconds.
+    """
     from rlstructs.trace import lane as lanes
 
     def share(row: int, phase: int) -> str:

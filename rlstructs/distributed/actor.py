@@ -112,7 +112,10 @@ class NodeActor:
         return pickling.dumps(reply), columns
 
     def call_aside(self, method: str, *args: Any) -> Any:
-        """Calls a method of the job in another thread than `call`; returns None while there is no job."""
+        """Calls a method of the job in another thread than `call`.
+
+        Returns None while there is no job.
+        """
         return None if self._job is None else getattr(self._job, method)(*args)
 
     def _build(self, settings: bytes, path: list[str], *args: Any) -> Place:

@@ -341,7 +341,10 @@ class NodeRecording:
         return self._ahead or 0, excerpts or []
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Calls a method that returns the node's clock and a value; returns the value, or None if none comes."""
+        """Calls a method that returns the node's clock and a value.
+
+        Returns the value, or None if none comes.
+        """
         sent = perf_counter_ns()
         reference = self._pool.ask_aside(self._index, method, *args)
         try:

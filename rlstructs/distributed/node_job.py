@@ -252,7 +252,9 @@ class NodeJob:
         return perf_counter_ns(), []
 
     def record(self, goes_on: bool) -> tuple[int, list[Excerpt]]:
-        """Records lanes, its own and those of its workers, until a call in which that does not go on.
+        """Records lanes, its own and those of its workers.
+
+        Ends at a call that does not ask it to go on.
 
         Returns the clock of lanes, and what they have recorded since the last call. Runs in another thread.
         """

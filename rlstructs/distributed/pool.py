@@ -166,9 +166,9 @@ class NodePool:
         self.ask_aside(index, "cut", number)
 
     def ask_aside(self, index: int, method: str, *args: Any) -> Any:
-        """Asks a node to call a method of its job in another thread, and returns at once.
+        """Asks a node for a call in another thread.
 
-        Returns Ray's reference to the value; None if the node is gone.
+        The method is one of its job. Returns Ray's reference to the value, at once; None if the node is gone.
         """
         node = self.nodes[index]
         if node.error is not None or not self._is_connected():

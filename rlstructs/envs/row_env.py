@@ -44,7 +44,9 @@ class Step(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """When the agent is called for environments that are each stepped on their own, and when a rollout ends.
+    """When environments that are stepped on their own are served.
+
+    It says when the agent is called for them, and when a rollout ends.
 
     Attributes:
         min_ready: how many of them have to be ready before the agent is called.
@@ -58,7 +60,7 @@ class Pace(NamedTuple):
 
 
 class CompiledSteps(NamedTuple):
-    """T steps of all E environments, and of the agent, which one compiled call has made.
+    """T steps of all E environments, and of the agent, by one compiled call.
 
     Attributes:
         after: column -> (T, E, ...), the results of the steps, final observations included.
@@ -78,7 +80,7 @@ class CompiledSteps(NamedTuple):
 
 
 class CompiledRollout(Protocol):
-    """Makes T steps of environments that always run, and of an agent, in one call."""
+    """Makes T steps of an agent, and of environments that always run."""
 
     def __call__(self, n_timesteps: int, observation: Rows, state: DictTensor, agent_info: DictTensor) -> CompiledSteps:
         """Runs T steps.
@@ -210,9 +212,9 @@ class RowEnv(Protocol):
 
     @property
     def pace(self) -> Pace | None:
-        """How environments that are each stepped on their own are served; then it is a `WaitingEnv`.
+        """How environments that are stepped on their own are served.
 
-        None for environments that are stepped together.
+        Then it is a `WaitingEnv`. None for environments that are stepped together.
         """
         ...
 
@@ -225,7 +227,10 @@ class RowEnv(Protocol):
 
     @property
     def replaces_late(self) -> bool:
-        """Whether environments that do not return in time are replaced, whatever becomes of others that fail."""
+        """Whether environments that do not return in time are replaced.
+
+        It does not matter what becomes of those that fail.
+        """
         ...
 
     def shared_statistics(self) -> SharedStatistics | None:
@@ -273,7 +278,9 @@ class WaitingEnv(RowEnv, Protocol):
         ...
 
     def collect_rows(self, until: float | None, is_over: Callable[[], bool] | None) -> tuple[np.ndarray, Step]:
-        """Waits for as many environments as the pace says; returns them, int64 (K,), ascending, and their steps.
+        """Waits for as many environments as the pace says.
+
+        Returns them, int64 (K,), ascending, and their steps.
 
         K may be 0 if the wait ended early.
 

@@ -221,7 +221,10 @@ def _leave_out(thing: Any) -> None:
 
 
 def _refuse_client(client: Any) -> None:
-    """A client of PyBullet holds the number of a simulator; its copy would step, and at last end, the same one."""
+    """Refuses to copy a client of PyBullet.
+
+    It holds the number of a simulator; its copy would step, and at last end, the same one.
+    """
     raise TypeError("PyBullet's client is only the number of a simulator, which a copy would share")
 
 

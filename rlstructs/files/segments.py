@@ -358,7 +358,7 @@ class SegmentReader:
             done += part.size
 
     def _read_ragged(self, name: str, array: np.ndarray, first: int) -> None:
-        """Reads bytes of an array of which each file has its own number of bytes."""
+        """Reads an array of which each file has its own number of bytes."""
         cut, done = self.cut[name], 0
         ends = self._ends_of(name)
         for number in range(int(np.searchsorted(ends, first, side="right")), len(ends)):

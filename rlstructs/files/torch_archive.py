@@ -119,7 +119,10 @@ def write_bytes(member: Writable, array: Any) -> None:
 
 
 def as_values(array: Any) -> Any:
-    """Returns an array; one that is made on demand, piece by piece, stays as it is."""
+    """Returns an array.
+
+    One that is made on demand, piece by piece, stays as it is.
+    """
     return array if getattr(array, "is_made_in_pieces", False) else np.asarray(array)
 
 

@@ -106,7 +106,9 @@ class RandomMemory(memory.Memory):
         prefetch: int = 2,
         **settings: Any,
     ) -> Batches:
-        """Makes batches ahead, for ever: threads read and decode them while the program works with another.
+        """Makes batches ahead, without end.
+
+        Threads read and decode them while the program works with another one.
 
         They have the rows that as many calls of `sample` would draw, in the same order. If rows are added or priorities
         set in between, a batch is of the rows and priorities there were when the batch `prefetch` places before it was

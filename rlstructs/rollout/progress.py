@@ -156,7 +156,10 @@ class WorkerProgress:
         return np.concatenate([own.start + each.running for own, each in zip(rows, self.groups, strict=True)])
 
     def go_on(self, other: WorkerProgress) -> None:
-        """Continues where another worker was; one without groups begins new episodes, in this worker's own count."""
+        """Continues where another worker was.
+
+        One without groups begins new episodes, in this worker's own count.
+        """
         self.groups, self.clock, self.n_updates = other.groups, other.clock, other.n_updates
         if other.groups:
             self.next_steps = other.next_steps

@@ -22,7 +22,10 @@ COUNT: TensorSpec = ((), torch.int64)
 
 
 def specs_of_steps(observation: Specs, action: Specs) -> dict[str, TensorSpec]:
-    """Returns the specs of everything that is read of recorded steps, in the order of `sources_of`."""
+    """Returns the specs of what is read of recorded steps.
+
+    They are in the order of `sources_of`.
+    """
     specs = {f"observation/{key}": spec for key, spec in observation.items()}
     specs |= {f"action/{key}": spec for key, spec in action.items()}
     return specs | {f"_observation/{key}": spec for key, spec in observation.items()}

@@ -151,7 +151,9 @@ def sources_of(seen: Mapping[str, np.ndarray], action: Mapping[str, np.ndarray])
 
 
 def step_versions(versions: torch.Tensor, behind: torch.Tensor, lengths: torch.Tensor, n: int) -> torch.Tensor:
-    """Returns the number of updates of each step's agent, int64 (B, n), with zeros in the padding.
+    """Returns the number of updates of each step's agent.
+
+    It is int64 (B, n), with zeros in the padding.
 
     Args:
         versions: int64 (B,), of the rollout's agent.

@@ -79,7 +79,9 @@ def find_begins(steps: TemporalDictTensor) -> np.ndarray:
 
 
 def begins_at(steps: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> torch.Tensor:
-    """Which of these steps of a pack begin an episode, as far as its keys tell, bool (K,); not the first of a segment.
+    """Which of these steps of a pack begin an episode, bool (K,).
+
+    As far as its keys tell; the first step of a segment is not among them.
 
     Args:
         steps: (N, ...) each.
@@ -242,7 +244,10 @@ def find_chains(parts: Sequence[Ends]) -> list[list[tuple[int, int]]]:
 
 
 def find_steps(lengths: np.ndarray, n_timesteps: int) -> np.ndarray:
-    """The places row * T + t of the valid steps of a batch, int64 (N,), of lengths (B,)."""
+    """The places of the valid steps of a batch, int64 (N,).
+
+    A place is row * T + t; lengths are (B,).
+    """
     ends = lengths.cumsum()
     shifts = np.arange(len(lengths)) * n_timesteps - (ends - lengths)
     return np.asarray(np.arange(lengths.sum()) + shifts.repeat(lengths))

@@ -1,4 +1,7 @@
-"""Steps in the order of time over all segments, for recurrent networks: packed sequences, and blocks of time."""
+"""Steps in the order of time over all segments.
+
+Recurrent networks take them so: as packed sequences, or as blocks of time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from rlstructs.errors import SpecError
 
 
 class TimeMajor(NamedTuple):
-    """Where the steps of segments are in torch's packed sequences, which have all first steps first.
+    """Where the steps of segments are in torch's packed sequences.
+
+    These have all first steps first.
 
     Attributes:
         places: int64 (N,), the place there of each step.
@@ -76,7 +81,10 @@ def run_in_blocks(network: nn.RNNBase, values: torch.Tensor, form: TimeMajor, st
 
 
 def _cut(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Cuts time where more than half of a block's segments have ended; the bounds of each block."""
+    """Cuts time where more than half of a block's segments have ended.
+
+    Yields the bounds of each block.
+    """
     low = 0
     for t, size in enumerate(sizes):
         if 2 * size < sizes[low]:
@@ -86,7 +94,9 @@ def _cut(sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def sort_state(state: Any, form: TimeMajor, n_segments: int) -> Any:
-    """The state (layers, S, ...) of a recurrent network, or the two of an LSTM, with the longest segments first.
+    """Sorts a recurrent network's state by segment, the longest first.
+
+    It is (layers, S, ...), or the two of an LSTM.
 
     Raises:
         SpecError: it has not S rows.

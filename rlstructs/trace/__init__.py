@@ -1,1 +1,4 @@
-"""Where the time goes: what trainer and workers do at each moment, a file of it, and what follows from it."""
+"""Where the time goes.
+
+What trainer and workers do at each moment, a file of it, and what follows from it.
+"""

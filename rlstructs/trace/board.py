@@ -1,4 +1,7 @@
-"""A board: the lanes of a trainer and its workers in shared memory, which other programs of the user may read too."""
+"""A board: the lanes of a trainer and its workers.
+
+They are in shared memory, which other programs of the user may read too.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class Excerpt(NamedTuple):
 
 
 class Recording(Protocol):
-    """Lanes whose events are recorded: of a trainer or a node, and then of its workers.
+    """Lanes whose events are recorded.
+
+    The first is of a trainer or a node, the others are of its workers.
 
     Attributes:
         workers: the indexes of these workers.
@@ -48,7 +53,9 @@ class Recording(Protocol):
     workers: range
 
     def take(self, goes_on: bool = True) -> tuple[int, list[Excerpt]]:
-        """Returns what the lanes have recorded since the last call, with the first of which they begin.
+        """Returns what the lanes have recorded since the last call.
+
+        The first call begins the recording.
 
         Args:
             goes_on: whether the recording does.
@@ -60,7 +67,7 @@ class Recording(Protocol):
 
 
 class Board:
-    """The lanes of a trainer (row 0) and of its workers (from row 1 on).
+    """The lanes of a trainer (row 0) and its workers (rows 1...).
 
     Args:
         arena: the memory.
@@ -101,7 +108,10 @@ class Board:
         return self._arena
 
     def close(self) -> None:
-        """Frees the memory, if no timeline is being written; `read` returns the last cells from now on. Idempotent."""
+        """Frees the memory, if no timeline is being written.
+
+        `read` returns the last cells from now on. Idempotent.
+        """
         if self._at_end is None:
             self._at_end = self.read()
         self.lane.detach()
@@ -199,7 +209,10 @@ class BoardRecording:
 
 
 def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
-    """Finds the boards of all programs that this user may read: the trainer's process id, and a file to open."""
+    """Finds the boards of all programs that this user may read.
+
+    Yields the trainer's process id, and a file to open.
+    """
     found: dict[int, Path] = {}
     for folder in proc.glob("[0-9]*/fd"):
         try:
@@ -213,7 +226,10 @@ def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
 
 
 def read_cells(fd: int, n_lanes: int) -> np.ndarray:
-    """Reads the cells of trainer and workers, int64 (n_lanes + 1, N_CELLS), of a board of another program."""
+    """Reads the cells of a board of another program.
+
+    They are those of its trainer and workers, int64 (n_lanes + 1, N_CELLS).
+    """
     rows = [os.pread(fd, 8 * N_CELLS, PAGE + row * BLOCK) for row in range(n_lanes + 1)]
     return np.stack([np.frombuffer(row, np.int64) for row in rows])
 

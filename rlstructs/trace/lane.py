@@ -1,4 +1,6 @@
-"""A lane: how long one process spends in each phase, in memory that it shares.
+"""A lane: how long one process spends in each phase.
+
+It is in memory that the process shares.
 
 A process is in one phase at a time, so that the seconds of a lane add up. Each change of phase adds to a sum; while
 a timeline is recorded it also appends a word of 8 bytes to a ring. Nobody waits for anybody: what a reader does not
@@ -104,7 +106,10 @@ class Lane:
         self._mark(*self._position())
 
     def look(self) -> None:
-        """Begins or ends the recording of events, as the trainer wants it, and names for a profiler of torch."""
+        """Begins or ends the recording of events, as the trainer wants it.
+
+        The same for names that a profiler of torch shows.
+        """
         wanted = self._wanted[0], _is_profiled()
         if wanted != self._marked:
             self._marked = wanted
@@ -139,7 +144,9 @@ class Lane:
         return cells[STEPS], cells[ENVIRONMENT] + cells[RESET], cells[AGENT]
 
     def measure(self) -> None:
-        """Adds up the processor's time of this process, and the time that it waited for one; finds the slowest step.
+        """Adds up processor time, and the time spent waiting for a processor.
+
+        Also finds the slowest step.
 
         Environments are compared by medians, because one step may take long for many reasons.
         """
@@ -159,7 +166,10 @@ class Lane:
             self.cells[SLOWEST], self.cells[SLOWEST_NS], self.cells[TIMED_NS], self.cells[N_TIMED] = found
 
     def _read_delay(self) -> int:
-        """Returns the nanoseconds that this thread was ready to run and did not; 0 where the system does not tell."""
+        """Returns the nanoseconds that this thread was ready but did not run.
+
+        0 where the system does not tell.
+        """
         try:
             if self._schedule is None:
                 self._schedule = Descriptor(os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC))
@@ -177,7 +187,10 @@ class Lane:
 
 
 def is_timed(step: int) -> bool:
-    """Whether the environments are timed one by one in this step, the n-th in which they are stepped together."""
+    """Whether environments are timed one by one in this step.
+
+    It is the n-th in which they are stepped together.
+    """
     return step % TIMED_STEPS == 0 or step in FIRST_STEPS
 
 
@@ -201,7 +214,9 @@ class TimedEnv:
 def _make_marks(
     cells: Any, ring: memoryview | None, phase: int, since: int
 ) -> tuple[Callable[[int], int], Callable[[int, int], None], Callable[[], tuple[int, int]]]:
-    """Makes `enter` and `note` of a lane, and a function that returns the present phase and its begin.
+    """Makes `enter` and `note` of a lane.
+
+    Also a function that returns the present phase and when it began.
 
     They are closures because `enter` is called several times a step.
     """
@@ -253,7 +268,10 @@ def _is_profiled() -> bool:
 
 
 def _name_phases(enter: Callable[[int], int]) -> Callable[[int], int]:
-    """Has a profiler of torch show the phases of an `enter`, but for those between calls."""
+    """Has a profiler of torch show the phases of an `enter`.
+
+    Those between calls are left out.
+    """
     torch = sys.modules["torch"]
     shown: contextlib.AbstractContextManager[Any] | None = None
 
@@ -312,7 +330,10 @@ def during(phase: int) -> Callable[[F], F]:
 
 
 def within(phase: int) -> Callable[[F], F]:
-    """Makes a function a phase of the lane of what runs at present, if there is one of this thread."""
+    """Makes a function a phase of the lane that is in use.
+
+    That is the lane of what runs at present in this thread, if there is one.
+    """
 
     def decorate(function: F) -> F:
         @functools.wraps(function)

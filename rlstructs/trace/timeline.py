@@ -183,7 +183,10 @@ class LaneWriter:
         self._began, self._n_read, self._is_other = 0, 0, False
 
     def convert(self, excerpt: Excerpt, ahead: int) -> Iterator[bytes]:
-        """Yields lines for an excerpt, of a clock that is ahead of the trainer's by so many nanoseconds."""
+        """Yields lines for an excerpt.
+
+        Its clock is ahead of the trainer's by so many nanoseconds.
+        """
         words, began, first, self._timed = excerpt
         if began != self._began:
             self._is_other, self._began, self._n_read = self._began > 0, began, 0
@@ -212,7 +215,10 @@ class LaneWriter:
         yield from self._enter([RESTART], [time])
 
     def _convert(self, values: np.ndarray, kinds: np.ndarray, times: np.ndarray) -> Iterator[bytes]:
-        """Yields lines, given what stands in words, their kinds, and the microseconds where they are times."""
+        """Yields lines, given what stands in words.
+
+        Also their kinds, and the microseconds where they are times.
+        """
         changes = np.flatnonzero(kinds < BEGIN)
         phases, begins = kinds[changes], times[changes]
         if self._is_ending and len(begins):
@@ -252,7 +258,10 @@ class LaneWriter:
                     yield lane._arrow(ends, time, number, self._place)
 
     def _arrow(self, step: str, time: int, number: int, place: dict[str, int] | None = None) -> bytes:
-        """A part of the arrow of the worker's rollout: its begin (s), a step on its way (t) or its end (f)."""
+        """A part of the arrow of the worker's rollout.
+
+        Its begin (s), a step on its way (t) or its end (f).
+        """
         event = {"name": "rollout", "cat": "rollout", "ph": step, "id": f"{self.worker}.{number}"}
         return _line({**event, **(place or self._place), "ts": time, **({"bp": "e"} if step == "f" else {})})
 
@@ -266,7 +275,10 @@ class LaneWriter:
             yield _line({"ph": "E", **self._place, "ts": time, "args": arguments})
 
     def _enter(self, phases: ArrayLike, begins: ArrayLike) -> Iterator[bytes]:
-        """Yields the lines of the present phase and of these, but for the last one, which is present then."""
+        """Yields the lines of the present phase and of these.
+
+        The last one is left out: it is the present phase then.
+        """
         entered, begun = np.append(self._phase, phases), np.append(self._since, begins)
         yield format_phases(entered[:-1], begun[:-1], np.diff(begun), **self._place)
         self._phase, self._since = int(entered[-1]), int(begun[-1])
@@ -306,7 +318,10 @@ def _count_groups(values: np.ndarray) -> int:
 
 @functools.lru_cache
 def _four_digits() -> np.ndarray:
-    """All groups of four digits as four bytes each, with leading zeros and then without, so that a 0 is blank."""
+    """All groups of four digits as four bytes each.
+
+    First with leading zeros, then without them, so that a 0 is blank.
+    """
     return np.array([f"{k:04}" for k in range(10_000)] + [f"{k or '':>4}" for k in range(10_000)], "S4").view(np.uint32)
 
 

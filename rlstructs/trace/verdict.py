@@ -102,7 +102,10 @@ class Account(NamedTuple):
         return sum(self.workers[name] for name in phases) / max(sum(self.workers[name] for name in NAMES), 1e-9)
 
     def busy_share(self, name: str) -> float:
-        """The share of the time in which workers do something that they spend in a phase, or on something else."""
+        """The share of the workers' busy time that one phase takes.
+
+        Or something else that they spend it on.
+        """
         return self.workers[name] / max(sum(self.workers[each] for each in BUSY), 1e-9)
 
 
@@ -126,7 +129,9 @@ def find_slowest(workers: Sequence[Sequence[int]], n_envs: int) -> tuple[int, fl
 
 
 def explain(account: Account) -> list[str]:
-    """Returns five lines: what takes the time, what to do, and the numbers that say so.
+    """Returns five lines.
+
+    They say what takes the time, what to do, and the numbers behind it.
 
     The first line names the bottleneck; `find_bottleneck` has the rules.
     """

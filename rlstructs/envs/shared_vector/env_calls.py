@@ -125,7 +125,9 @@ class EnvCalls:
     def reset_some(
         self, envs: np.ndarray, seeds: Sequence[int | None], options: dict[str, Any] | None
     ) -> dict[int, Outcome]:
-        """Resets some environments, beside steps of others that are under way; returns outcomes by environment.
+        """Resets some environments, beside steps of others that are under way.
+
+        Returns outcomes by environment.
 
         Waits for steps of these environments, and drops their results.
 
@@ -164,7 +166,9 @@ class EnvCalls:
         return outcomes
 
     def wait_for_ready(self, n: int, timeout: float | None) -> dict[int, Outcome]:
-        """Waits for steps of n environments; returns outcomes of all that are ready, by environment.
+        """Waits for steps of n environments.
+
+        Returns outcomes of all that are ready, by environment.
 
         Args:
             n: the number; of all that were sent, if those are fewer.

@@ -1,4 +1,6 @@
-"""`Host`, the interface of what runs the environments of a `SharedVectorEnv`; `LocalHost` runs them in this process.
+"""`Host`: what runs the environments of a `SharedVectorEnv`.
+
+`LocalHost` runs them in this process.
 
 A host takes one request for all environments at a time, whose results `wait_for_all` returns; or any number of
 requests to step or reset some environments, whose results `wait_for_some` returns as they arrive.
@@ -54,7 +56,9 @@ class Host(Protocol):
         """Makes a request to step the environments of a group, whose results arrive together."""
 
     def reset_some(self, mask: np.ndarray, arguments: Arguments) -> Request:
-        """Makes a request to reset the environments of a mask, after earlier requests to them.
+        """Requests a reset of the environments of a mask.
+
+        It follows earlier requests to them.
 
         `arguments` returns the arguments of `EnvGroup.reset` for a slice of environments. The results arrive as those
         of `step_some`.

@@ -289,7 +289,9 @@ class SharedVectorEnv(VectorEnv):  # type: ignore[misc]
         env_ids: Sequence[int] | np.ndarray | None = None,
         min_envs: int | None = None,
     ) -> StepResult:
-        """Waits for the first n environments that were sent and are ready; or for `min_envs`, and returns all.
+        """Waits for environments that were sent.
+
+        Returns the first n that are ready; with `min_envs`, waits for so many and returns all that are.
 
         They can be sent again then. A worker steps its environments in the order in which they were sent: a slow one
         delays those sent later to the same worker, and otherwise only its group, if that was sent whole.

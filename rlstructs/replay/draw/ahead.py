@@ -70,7 +70,10 @@ class Draws(Protocol):
         """Is held while rows are read."""
 
     def basis(self) -> Any:
-        """Returns what batches drawn ahead rest on; None if none may be drawn ahead now."""
+        """Returns what batches drawn ahead rest on.
+
+        None if none may be drawn ahead now.
+        """
 
     def place(self) -> Place:
         """Returns the place in the stream of draws."""
@@ -161,7 +164,10 @@ class Prefetch:
         return Prefetch, (self.depth,)
 
     def take(self, draws: Draws) -> Batch:
-        """Takes the next batch; draws it, if none was made ahead. The lock is held."""
+        """Takes the next batch, or draws it if none was made ahead.
+
+        The lock is held.
+        """
         place, basis = draws.place(), draws.basis()
         self._forget_after_fork()
         if self._basis == basis and (not self._queue or self._before == place):
@@ -227,7 +233,9 @@ class Prefetch:
 
 
 def early_basis(storage: Storage, stream: Stream) -> Any:
-    """Returns the basis of early draws from a store; None while a program may change rows by live tensors.
+    """Returns the basis of early draws from a store.
+
+    None while a program may change rows by live tensors.
 
     A saved memory draws anew what was drawn ahead: so it goes on as one that loads the file.
     """
@@ -317,7 +325,10 @@ class Batches:
         return self._hand_over(batch)
 
     def close(self) -> None:
-        """Ends the iteration and its threads; what was drawn ahead is drawn by the memory's next draw."""
+        """Ends the iteration and its threads.
+
+        The memory's next draw draws what was drawn ahead.
+        """
         self._is_closed = True
         self._ahead.close()()
 

@@ -202,7 +202,10 @@ class View:
         return np.asarray((steps >= self._low[lanes]) & (steps < self._high[lanes]))
 
     def is_taken(self, rows: np.ndarray) -> np.ndarray:
-        """Marks rows whose slots, or whose bytes, a writer has taken for newer rows, bool."""
+        """Marks rows that a writer has overwritten, bool.
+
+        It has taken their slots, or their bytes, for newer rows.
+        """
         steps, lanes = self.steps(rows), self.columns.lanes(rows)
         has_left = (steps >= 0) & (steps < self._of_lanes(self._floor)[lanes])
         return np.asarray(has_left | (steps + self.columns.capacity < self._of_lanes(self._reserved)[lanes]))

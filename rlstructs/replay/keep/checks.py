@@ -160,7 +160,10 @@ def check_counter_spec(spec: tuple[Any, tuple[int, ...]], n_lanes: int) -> None:
 
 
 def to_save(ring: Ring) -> np.ndarray:
-    """Returns the counters for a file: without floors if there are none, as in files of earlier versions."""
+    """Returns the counters for a file.
+
+    They are without floors if there are none, as in files of earlier versions.
+    """
     return ring.counters[: N_COUNTERS if ring.floor.any() else FLOOR].copy()
 
 

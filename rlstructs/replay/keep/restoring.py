@@ -280,5 +280,5 @@ def _restore_packed(columns: Columns, arrays: SavedArrays, name: str) -> None:
 
 
 def _ids_of(columns: Columns, numbers: np.ndarray) -> np.ndarray:
-    """Returns the row ids of rows that are numbered one slot of all lanes after another."""
+    """Returns row ids of rows, numbered slot after slot of all lanes."""
     return columns.rows(numbers % columns.n_lanes, numbers // columns.n_lanes)

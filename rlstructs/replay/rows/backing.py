@@ -47,7 +47,10 @@ class Backing(Protocol):
         return ObjectBlock(n_rows) if spec.is_object else self.allocate(name, spec.nbytes * n_rows, sparse)
 
     def allocate_slices(self, name: str, nbytes: int) -> Block:
-        """Allocates zeros that are read and written by slices; most of them are never touched."""
+        """Allocates zeros that are read and written by slices.
+
+        Most of them are never touched.
+        """
         return self.allocate(name, nbytes, sparse=True)
 
     def available_bytes(self) -> int | None:

@@ -176,7 +176,10 @@ class Columns(RowIds):
         return isinstance(self._blocks.get(name), CompressedBlock)
 
     def is_in_memory(self, name: str) -> bool:
-        """Whether a column's rows are in memory as they are read: neither compressed nor in a file."""
+        """Whether a column's rows are in memory as they are read.
+
+        They are neither compressed nor in a file.
+        """
         return not isinstance(self._blocks.get(name), (CompressedBlock, FileBlock))
 
     def nbytes_per_row(self, specs: Mapping[str, Spec]) -> int:

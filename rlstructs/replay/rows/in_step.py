@@ -1,4 +1,6 @@
-"""Lanes that are in step, as they nearly always are: plain numbers stand for arrays of counters.
+"""Lanes that are in step, as they nearly always are.
+
+Plain numbers stand for arrays of counters.
 
 Both writers of one row per lane use them, the one of skrl's memories to say which row is next, too.
 """

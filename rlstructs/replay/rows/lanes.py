@@ -244,15 +244,21 @@ class Clock:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether a program has live tensors, through which it may change rows that are there at any time."""
+        """Whether a program has live tensors.
+
+        Through them it may change rows that are there at any time.
+        """
         return bool(self.notes[EXPOSED])
 
     def expose(self, has_live: bool = True) -> None:
-        """Records that a program gets a live tensor, or that the program that had some is gone."""
+        """Records that a program gets a live tensor, or has none any more."""
         self.notes[EXPOSED] = has_live
 
     def count_draws(self) -> None:
-        """Counts a change of later draws that the rows do not show; call it before the change."""
+        """Counts a change of later draws that the rows do not show.
+
+        Call it before the change.
+        """
         self.draws += 1
 
     @contextlib.contextmanager
@@ -273,7 +279,10 @@ class Clock:
                 self.on_columns()
 
     def hand_over_to(self, writer: object) -> None:
-        """Counts a change if another `StepWriter` was the last one, which then looks at the store again."""
+        """Counts a change if another `StepWriter` was the last one.
+
+        That one then looks at the store again.
+        """
         self.changes += self._writer not in (0, id(writer))
         self._writer = id(writer)
 

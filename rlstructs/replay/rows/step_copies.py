@@ -1,4 +1,6 @@
-"""Copies of a step by torch: tensors go to a slot of all lanes in one call, without numpy.
+"""Copies of a step by torch.
+
+Tensors go to a slot of all lanes in one call, without numpy.
 
 It rests on `torch._foreach_copy_`, which torch's optimizers use, too.
 """
@@ -107,7 +109,9 @@ class StepCopies:
         self._plans: dict[tuple[str, ...], _Plan | None] = {}  # names given -> plan
 
     def pick(self, given: Mapping[str, Any], fills: bool, live: Collection[str]) -> Copied | None:
-        """Returns the step to write; None if torch would not copy its values as they are.
+        """Returns the step to write.
+
+        None if torch would not copy its values as they are.
 
         Args:
             given: name -> value, perhaps a tensor `(n_lanes, ...)`.
@@ -131,7 +135,10 @@ class StepCopies:
 
     @torch.inference_mode(False)  # see `_Plan.find`
     def _make_plan(self, names: tuple[str, ...]) -> _Plan | None:
-        """Makes the plan for steps of these names; None if torch cannot do it, or for one column alone."""
+        """Makes the plan for steps of these names.
+
+        None if torch cannot do it, or for one column alone.
+        """
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         self._plans[names] = None

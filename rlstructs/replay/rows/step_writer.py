@@ -141,7 +141,10 @@ class StepWriter:
     def _take(
         self, plan: list[PlanColumn], given: Given, convert: Convert | None, fills: bool, live: Collection[str]
     ) -> list[Any] | None:
-        """Converts a row to a value for each column, or `KEPT`; None if `Storage.write` has to do it."""
+        """Converts a row to a value for each column, or `KEPT`.
+
+        None if `Storage.write` has to do it.
+        """
         values = list[Any]()
         n_missing, detaches, casts = 0, self._detaches and convert is not None, self._casts
         for name, shape, dtype, is_end, unwritten, limits in plan:
@@ -181,7 +184,10 @@ class StepWriter:
         return all(type(values[at]) is type(values[source]) is ndarray for _, at, source in self._linked)
 
     def _convert(self, name: str, value: Any, shape: tuple[int, ...], convert: Convert) -> Any:
-        """Converts a value of a column to this shape; None if impossible: `Storage.write` says what does not fit."""
+        """Converts a value of a column to this shape.
+
+        None if impossible: `Storage.write` says what does not fit.
+        """
         columns, spec = self._storage.columns, self._storage.columns.specs[name]
         is_row = len(shape) == len(spec.shape)
         with contextlib.suppress(SpecError):
@@ -198,9 +204,9 @@ class StepWriter:
         return None
 
     def _write_block(self, places: list[ndarray], values: list[Any], copied: Copied | None) -> None:
-        """Writes values, or what torch copies, to slots of `places`, which are those of all lanes.
+        """Writes values, or what torch copies, to slots of all lanes.
 
-        All lanes are in step.
+        All lanes are in step. `places` are the rows of each column by slot.
         """
         head = self._step.head
         assert head is not None
@@ -227,7 +233,10 @@ class StepWriter:
             self._seen.fill(following)
 
     def _write_episodes(self, slot: int, head: int) -> None:
-        """Writes the place of each row of a slot in its episode, and ends those that are done."""
+        """Writes each row's place in its episode.
+
+        The rows are those of a slot; episodes that are done end.
+        """
         few = () if self.done is None else self.done.nonzero()[0].tolist()
         open_pairs, ends = self._open_pairs, self._mark_ends(ALL) if len(few) > FEW else None
         self._pairs[slot] = open_pairs

@@ -189,7 +189,9 @@ class Storage(CopiedWhole):
         return self.clock.read(self.ring)
 
     def _rewriting(self, *notes: int) -> AbstractContextManager[None]:
-        """Counts a change of existing rows, `REWRITES`, or of episodes, `EDITS`, while it is made.
+        """Counts a change of existing rows or episodes while it is made.
+
+        Rows are counted by `REWRITES`, episodes by `EDITS`.
 
         The lock is held.
 

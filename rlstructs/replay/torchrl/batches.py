@@ -76,7 +76,10 @@ class Sampling:
         return made
 
     def batches(self, n: int, prefetch: int) -> Batches:
-        """Makes batches of n rows ahead; the draws are early ones, unless the sampler goes through passes."""
+        """Makes batches of n rows ahead.
+
+        The draws are early ones, unless the sampler goes through passes.
+        """
 
         def make_draws() -> Draws:
             with self._parts.lock:
