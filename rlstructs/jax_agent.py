@@ -136,8 +136,7 @@ class JaxAgent(RL_Agent):
 
     def initial_state(self, agent_info: DictTensor, B: int) -> DictTensor:
         """The initial state, B rows."""
-        if len(self._keys) != B:
-            self._make_keys(B)
+        self._make_more_keys(B)
         named = name_leaves(self._state, "state")
         return tensors_of_jax({key: np.broadcast_to(leaf, (B, *leaf.shape)) for key, leaf in named.items()})
 
@@ -148,12 +147,18 @@ class JaxAgent(RL_Agent):
         agent_info: DictTensor,
         history: TemporalDictTensor | None = None,
     ) -> tuple[DictTensor, DictTensor]:
-        """Acts for one step."""
+        """Acts for one step, for all environments or for some of them."""
         given = [arrays_of_tensors(each) for each in (state, observation, agent_info)]
         if not self._is_checked:
             self._check(*given)
-        output, after = _act(self._policy, self.take_inputs(1), np.uint32(0), *given)
-        return tensors_of_jax(output), tensors_of_jax(after)
+        self._make_more_keys(n := observation.n_elems())
+        # The number of rows stays the same, because another one would be compiled anew.
+        if (missing := len(self._keys) - n) > 0:
+            given = [{key: np.pad(a, [(0, missing), *[(0, 0)] * (a.ndim - 1)]) for key, a in each.items()}
+                     for each in given]  # fmt: skip
+        found = _act(self._policy, self.take_inputs(1), np.uint32(0), *given)
+        output, after = (tensors_of_jax({key: np.asarray(each)[:n] for key, each in part.items()}) for part in found)
+        return output, after
 
     def take_inputs(self, n_timesteps: int) -> Any:
         """Takes params, initial state, keys and the number of the first step, for this many steps."""
@@ -185,6 +190,10 @@ class JaxAgent(RL_Agent):
     def copy_for_evaluation(self) -> JaxAgent:
         """Returns a copy that shares the params, which nobody writes to."""
         return copy.copy(self)
+
+    def _make_more_keys(self, n: int) -> None:
+        if len(self._keys) < n:
+            self._make_keys(n)
 
     def _make_keys(self, n: int) -> None:
         """Makes the keys of n environments; the streams are their seed, and how many were used up."""

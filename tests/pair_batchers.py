@@ -49,16 +49,18 @@ VECTORS = ("sync same", "sync next", "sync disabled", "shared same", "shared nex
 SHARED = tuple(name for name in VECTORS if name.startswith("shared") and "inline" not in name)
 AGENTS = ("agents step", "agents rollout", "agents reset")
 # Environments that do not tell which of them has failed.
-NAMELESS = ("sync same", "sync next", "sync disabled", "own", "own ends", "own into", *AGENTS)
+JAX = ("JaxEnv", "JaxEnv compiled")
+NAMELESS = ("sync same", "sync next", "sync disabled", "own", "own ends", "own into", *AGENTS, *JAX)
 # Environments that have to end, all, before a reset.
 WAITS = ("gym", "own ends", "agents reset")
+IN_TORCH = ("plain", "state", "views", "history", "module")
 THREADS = ("GymEnvThreads", "GymEnvThreads seeds")
 IDLES = ("sync next", "shared next", "shared next groups", *AGENTS)
 ENV_RESTARTS = ("env restart after raise",) if "on_env_failure" in inspect.signature(RL_Batcher).parameters else ()
 STATES = ("exact same", "exact new", "best new", "plain same", "plain new", "checkpoint")
 SETTINGS = {
     "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "GymEnvInf seeds", "GymEnvThreads", "GymEnvThreads seeds",
-            *VECTORS, "own", "own ends", "own into", *AGENTS),
+            *VECTORS, "own", "own ends", "own into", *AGENTS, *JAX),
     "processes": ("0", "1 forkserver", "2 forkserver", "2 fork"),
     "ahead": ("0", "1", "2"),
     "failure": ("none", "restart after raise", "restart after kill", "raise", *ENV_RESTARTS),
@@ -70,7 +72,7 @@ SETTINGS = {
     "moment": ("between rollouts", "under way"),
     "wrapper": ("none", "observation", "reward", "both", "DeviceEnv", "own"),
     "device": ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",),
-    "agent": ("plain", "state", "views", "history", "module"),
+    "agent": (*IN_TORCH, "jax"),
     "info": ("none", "agent_info", "env_info", "both"),
     "shows": ("numbers", "infos", "dict"),
     "acts": ("discrete", "box", "multi", "dict"),
@@ -82,7 +84,7 @@ SETTINGS = {
 # Where workers take seconds to start, each value comes once.
 RAY = {name: values[:1] for name, values in SETTINGS.items()} | {
     "env": ("GymEnvInf", "gym", "GymEnvInf deferred", "GymEnvThreads", "sync next", "shared same", "own",
-            "agents step"),
+            "agents step", "JaxEnv compiled"),
     "processes": ("2 forkserver",),
     "ahead": ("0", "1"),
     "failure": ("none", "restart after raise", "restart after kill", "raise"),
@@ -92,7 +94,7 @@ RAY = {name: values[:1] for name, values in SETTINGS.items()} | {
     "state": ("none", *STATES),
     "moment": ("between rollouts", "under way"),
     "wrapper": ("none", "both"),
-    "agent": ("plain", "state"),
+    "agent": ("plain", "state", "jax"),
     "info": ("none", "both"),
     "shows": ("infos", "dict"),
     "acts": ("discrete", "dict"),
@@ -104,6 +106,9 @@ NORMALIZED = ("observation", "both")
 RULES = [
     # What the library refuses.
     Rule({"info": ("env_info", "both"), "env": VECTORS}, "env_info: .* takes no options for single env", SpecError),
+    Rule({"info": ("env_info", "both"), "env": JAX}, "env_info: environments in jax take none", SpecError),
+    Rule({"processes": ("2 fork",), "env": JAX}, "start_method: .*jax.* got 'fork'", SpecError),
+    Rule({"processes": ("2 fork",), "agent": ("jax",)}, "start_method: .*jax.* got 'fork'", SpecError),
     Rule({"agent": ("history",), "env": (*IDLES, *THREADS)},
          "an agent that requires a history cannot act in", SpecError),
     Rule({"wrapper": NORMALIZED, "shows": ("numbers",)}, "the observation is not floating-point", SpecError),
@@ -116,6 +121,9 @@ RULES = [
     Rule({"failure": ENV_RESTARTS, "wrapper": ("own", "DeviceEnv")}, "does not tell which of its env", SpecError),
     Rule({"state": ("checkpoint",), "moment": ("under way",)}, "save: a rollout is under way", StateError),
     # What there is no call for, or no sense in.
+    Rule({"env": ("JaxEnv compiled",), "agent": IN_TORCH}, "they are stepped, as JaxEnv are"),
+    Rule({"env": ("JaxEnv",), "agent": ("jax",)}, "they are compiled"),
+    Rule({"env": JAX, "shows": ("infos",)}, "their infos are not recorded"),
     Rule({"state": ("none",), "moment": ("under way",)}, "no state is taken"),
     Rule({"take": ("rollouts",), "moment": ("under way",)}, "they begin rollouts themselves"),
     Rule({"agent": ("module",), "info": ("agent_info", "both")}, "a module is given none"),
@@ -531,7 +539,7 @@ def run(case):
                     course.go_on_from_state()
                 course.turn()
             course.check_end()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # jax raises the other for what its callbacks raise
             if not fails or "told to fail" not in str(error):
                 raise
         else:

@@ -16,11 +16,16 @@ def array(tensor):
     return tensor.cpu().numpy()
 
 
+def episode_after(env, index, episode):
+    """The number of the episode after this one, if it ends by itself; see `pair_jax` for those of a JaxEnv."""
+    return 2 * (episode // 2 + length_of(index, episode)) + 1 if env.startswith("JaxEnv") else episode + 1
+
+
 def numbers_of(steps, prefix, shows):
     """The numbers in observations, int64 (B, T, 7)."""
     if shows == "infos":
         return np.stack([array(steps[f"{prefix}info/{name}"]) for name in FIELDS], -1)
-    return array(steps[prefix + ("frame" if shows == "numbers" else "book")])
+    return array(steps[prefix + ("frame" if shows == "numbers" else "book")]).astype(np.int64)
 
 
 def actions_of(steps, key, kind):
@@ -60,7 +65,8 @@ def mistakes(batch, case):
     yield from _wrong_told(steps, info, seen, starts, case)
     # The first transition of a row has none before it.
     follows = np.ones(done.shape, bool)
-    begins = starts[:, 1:] & (seen[:, 1:, EPISODE] == after[:, :-1, EPISODE] + 1)
+    following = episode_after(case["env"], after[..., INDEX], after[..., EPISODE])
+    begins = starts[:, 1:] & (seen[:, 1:, EPISODE] == following[:, :-1])
     follows[:, 1:] = np.where(done[:, :-1], begins, (after[:, :-1] == seen[:, 1:]).all(-1))
     yield "it does not follow the transition before", ~follows
 
@@ -92,7 +98,7 @@ def _wrong_told(steps, info, seen, starts, case):
             # The first step may have been chosen in a rollout before; the ledger checks it.
             wrong[:, 0] = False
         yield "agent_info is another one", wrong
-    if case["agent"] in ("state", "views"):
+    if case["agent"] in ("state", "views", "jax"):
         yield "the agent's state is wrong", array(steps["action/n"]) != seen[..., STEP]
         first = np.zeros(seen.shape[:2], bool)
         first[:, 0] = ~starts[:, 0] & (array(info["agent_state/n"]) != seen[:, 0, STEP])
@@ -186,7 +192,9 @@ class Ledger:
             self.check(env, tuple(seen[row, 0, GENERATION:DRAW].tolist()))
             generation, episode, step = after[row, length - 1, GENERATION:DRAW].tolist()
             is_over = done[row, length - 1]
-            self.reached[env] = (generation, episode + 1, 0) if is_over else (generation, episode, step)
+            self.reached[env] = (
+                (generation, episode_after(case["env"], env, episode), 0) if is_over else (generation, episode, step)
+            )
             self.renewed.discard(env)
             self.n_steps += length
             self.generations.setdefault(env, set()).add(generation)

@@ -41,7 +41,7 @@ FAILS_AT, FAILS_EARLY_AT = 9, 6
 SEED = 7
 # What a new life of an environment adds to its generation, which is the restart number of its worker.
 LIFE = 4096
-FACTOR, LIMIT = 1_103_515_245, 2_147_483_647
+FACTOR, LIMIT = 16_807, 2_147_483_647
 
 
 def checksum(*parts):
@@ -275,6 +275,10 @@ def create_env(env, shows, acts, wrapper, fails, n_envs, seed, n_workers, in_wor
     told = partial(ToldParallel if several else Told, generation=generation, shows=shows, acts=acts)
     makers = [partial(told, worker * n + k, fails=fails if k == n - 1 else "") for k in range(n)]
     name, _, kind = env.partition(" ")
+    if name == "JaxEnv":
+        import pair_jax  # jax warns of a fork once it is used
+
+        return wrap(pair_jax.make_env(worker * n, generation, shows, acts, fails, n, seed), wrapper)
     if several:
         made = ParallelEnvs(makers, seed, info_keys=keys, reset_at=kind)
     elif name in ("sync", "shared"):
@@ -401,4 +405,8 @@ class Snapping(ModuleAgent):
 def create_agent(agent, acts, shows):
     if agent == "module":
         return Snapping(Linear(acts), ACTION_SPACES[acts], observation_space(shows))
+    if agent == "jax":
+        import pair_jax
+
+        return pair_jax.make_agent(acts)
     return {"plain": Plain, "state": Stateful, "views": Viewing, "history": Remembering}[agent](acts)

@@ -326,12 +326,10 @@ def _check_settings(cls: Any, settings: Mapping[str, Any], env: Any) -> None:
         TypeError: one is unknown to `make` and the constructor, or `make` sets it itself.
         SpecError: workers would be forked, for environments in jax.
     """
-    from rlstructs.envs.jax_functions import is_functional  # imports gymnasium
+    from rlstructs.envs.jax_functions import FORKED, is_functional  # imports gymnasium
 
     if settings.get("start_method") == "fork" and is_functional(env):
-        raise SpecError(
-            "start_method: environments in jax need 'forkserver' or 'spawn', as jax hangs if it is forked, got 'fork'"
-        )
+        raise SpecError(FORKED)
     own, more = (list(inspect.signature(each).parameters) for each in (cls.make, cls))
     for name in settings:
         if name in SET:

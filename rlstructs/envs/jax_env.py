@@ -14,6 +14,7 @@ from rlstructs.envs.jax_functions import JaxFunctions, as_functions
 from rlstructs.envs.jax_trees import (
     arrays_of_tensors,
     check_like,
+    check_start_method,
     describe,
     fold_rows,
     jax,
@@ -81,7 +82,9 @@ class JaxEnv(RowDefaults):
     """
 
     def __init__(self, env: Any, n_envs: int, seed: int) -> None:
+        check_start_method()
         self.functions = functions = as_functions(env)
+        self._params = functions.params
         self._n = check_count("n_envs", n_envs)
         self.observation_space, self.action_space = functions.observation_space, functions.action_space
         self._last_actions = {f"last_{key}": spec for key, spec in _action_specs(functions).items()}
@@ -125,14 +128,14 @@ class JaxEnv(RowDefaults):
     def reset_rows(self, env_info: DictTensor) -> Rows:
         if not env_info.empty():
             raise SpecError(f"env_info: environments in jax take none, got {sorted(env_info.keys())}; give them params")
-        states, frames = _reset(self.functions, self._keys, 2 * self._take_counts(1), self.functions.params)
+        states, frames = _reset(self.functions, self._keys, 2 * self._take_counts(1), self._params)
         self._batch = Batch(self._keys, states)
         return self._first_rows(frames, self._n)
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
         batch, actions = self._running(), arrays_of_tensors(action)
         _check_actions(self._last_actions, {key: array.shape for key, array in actions.items()}, self._n)
-        states, after, frames = _step(self.functions, batch, actions, self._take_counts(1), self.functions.params)
+        states, after, frames = _step(self.functions, batch, actions, self._take_counts(1), self._params)
         self._batch = Batch(batch.keys, states)
         rows = Rows.of(self._packing, {key: np.asarray(array) for key, array in after.items()})
         ended = np.flatnonzero(rows["done"])
@@ -154,7 +157,7 @@ class JaxEnv(RowDefaults):
         batch, count = self._running(), self._take_counts(n_timesteps)
         seen = {key: np.ascontiguousarray(array) for key, array in observation.arrays().items()}
         carried, (after, frames, output) = _run_steps(
-            self.functions, policy, n_timesteps, batch, count, self.functions.params, seen, arrays_of_tensors(state),
+            self.functions, policy, n_timesteps, batch, count, self._params, seen, arrays_of_tensors(state),
             agent.take_inputs(n_timesteps), arrays_of_tensors(agent_info),
         )  # fmt: skip
         self._batch = Batch(batch.keys, carried[0])
@@ -165,13 +168,18 @@ class JaxEnv(RowDefaults):
         return CompiledSteps(after, output, tensors_of_jax(carried[2]), times, rows, finals, fresh)
 
     def get_state(self) -> Any:
-        """Returns the state of all environments: seeds, the number of steps, and the arrays of the states."""
-        return self._seeds, self._count, [np.asarray(leaf) for leaf in jax.tree.leaves(self._running().states)]
+        """Returns the state of all environments: seeds, number of steps, params and states."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self._running().states)]
+        # Numbers of Python stay what they are, because arrays in their place would be compiled anew.
+        params = [
+            leaf if isinstance(leaf, (bool, int, float)) else np.asarray(leaf) for leaf in jax.tree.leaves(self._params)
+        ]
+        return self._seeds, self._count, params, leaves
 
     def set_state(self, state: Any) -> None:
         """Goes on where `get_state` was called, in the same rows from there on."""
-        self._seeds, self._count, leaves = state
-        self._keys = make_keys(self._seeds)
+        self._seeds, self._count, params, leaves = state
+        self._keys, self._params = make_keys(self._seeds), jax.tree.unflatten(jax.tree.structure(self._params), params)
         states = jax.tree.unflatten(jax.tree.structure(self._shapes), [jnp.asarray(leaf) for leaf in leaves])
         self._batch = Batch(self._keys, states)
 

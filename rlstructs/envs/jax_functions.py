@@ -16,6 +16,8 @@ from rlstructs.workers.public_names import set_module
 
 # No limit of steps that an int32 can count.
 NO_LIMIT = 2**31 - 1
+# The message where workers would be forked.
+FORKED = "start_method: jax hangs if it is forked; expected 'forkserver' or 'spawn', got 'fork'"
 # Steps of a Brax episode that nothing else limits, as in Brax's own training.
 BRAX_LENGTH = 1000
 

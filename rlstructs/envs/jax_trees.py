@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstructs.envs.jax_functions import FORKED
 from rlstructs.errors import SpecError
 from rlstructs.seeding import int32_seed
 from rlstructs.structures.dict_tensor import DictTensor
@@ -43,11 +45,19 @@ def _name_step(step: Any) -> str:
     return str(found)
 
 
+def check_start_method() -> None:
+    """Raises SpecError in a worker that was forked."""
+    process = multiprocessing.current_process()
+    if process.name.startswith("rlstructs-worker") and isinstance(process, multiprocessing.context.ForkProcess):
+        raise SpecError(FORKED)
+
+
 _make_keys = jax.jit(jax.vmap(jax.random.PRNGKey))
 
 
 def make_keys(seeds: Sequence[int]) -> np.ndarray:
     """Makes a key of each seed, uint32 (E, 2)."""
+    check_start_method()
     return np.asarray(_make_keys(np.array([one if one < 2**32 else int32_seed(one) for one in seeds], np.uint32)))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 
+import gymnasium
 import jax
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from helpers import through_file
 from jax_walk import LIMIT, PARAMS, WALK, Stepping, bias, make_batcher
 from processes import wait_until_gone
 
-from rlstructs import JaxAgent, RL_Batcher, SpecError
+from rlstructs import GymEnv, JaxAgent, RL_Batcher, SpecError
 from rlstructs.memories.torch import RandomMemory
 
 
@@ -242,3 +243,21 @@ def test_an_agent_that_is_not_pure_is_refused():
 def test_workers_of_environments_in_jax_are_not_forked():
     with pytest.raises(SpecError, match="start_method: .*jax.*forkserver.*got 'fork'"):
         RL_Batcher.make(WALK, n_envs=2, n_workers=2, start_method="fork")
+
+
+def test_an_agent_in_jax_acts_for_the_environments_that_still_run_and_is_compiled_once():
+    traced = []
+
+    def act(params, state, observation, key):
+        traced.append(key)
+        return jax.random.bernoulli(key).astype(int), state + 1
+
+    def create_env(seed):
+        return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=3 + k) for k in range(5)], seed)
+
+    with RL_Batcher(20, lambda: JaxAgent(act, None, np.int32(0)), {}, create_env, {}, 0, 1) as batcher:
+        batcher.reset()
+        found = rollout(batcher)
+    assert found.lengths.tolist() == [3, 4, 5, 6, 7]
+    # Twice for the check of each agent, that of the specs and that of the rollout, and once to compile it.
+    assert len(traced) == 2 * 2 + 1, "it was compiled again for fewer environments"
