@@ -78,11 +78,19 @@ def _structures() -> dict[str, Any]:
     return {"DictTensor": info, "TemporalDictTensor": temporal, "Trajectories": Trajectories(info, temporal)}
 
 
-def _structure(whole: Any, suffix: str) -> Subject:
+def _packed() -> Trajectories:
+    """Frames, and the next ones, which a compressed file has once."""
+    frames = torch.arange(2 * 6 * 300, dtype=torch.uint8).view(2, 6, 15, 20)
+    steps = {"observation/frame": frames[:, :5].clone(), "_observation/frame": frames[:, 1:].clone()}
+    steps["_observation/mask"] = frames[:, :5] > 9
+    return Trajectories(DictTensor({"env_index": torch.arange(2)}), TemporalDictTensor(steps, torch.tensor([1, 5])))
+
+
+def _structure(whole: Any, suffix: str, compress: bool = False) -> Subject:
     kind = type(whole)
 
     def save(folder: Path) -> list[Path]:
-        whole.save(folder / f"x{suffix}")
+        whole.save(folder / f"x{suffix}", compress=compress)
         return [folder / f"x{suffix}"]
 
     def use(loaded: Any, path: Path) -> None:
@@ -365,6 +373,7 @@ def subjects() -> dict[str, Subject]:
     torch.manual_seed(0)
     found = {f"{name}{suffix}": _structure(made, suffix)
              for name, made in _structures().items() for suffix in (".npz", ".pt", ".h5")}  # fmt: skip
+    found |= {f"Trajectories packed{suffix}": _structure(_packed(), suffix, True) for suffix in (".npz", ".pt", ".h5")}
     for kind in ("torch", "jax", "warp"):
         assert kind in KINDS
         for cls in ("RandomMemory", "PrioritizedMemory"):

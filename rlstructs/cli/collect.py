@@ -160,13 +160,17 @@ def run_rollouts(settings: Settings, collected: Collected, keep: bool = False) -
 
 
 def write_rollouts(
-    rollouts: Iterator[Trajectories], settings: Settings, folder: Path | None, dataset_id: str | None
+    rollouts: Iterator[Trajectories],
+    settings: Settings,
+    folder: Path | None,
+    dataset_id: str | None,
+    compress: bool = False,
 ) -> None:
     """Runs all rollouts, and writes each one as it comes.
 
-    To a folder, to a dataset of Minari, to both or to neither.
+    To a folder, which may be compressed, to a dataset of Minari, to both or to neither.
     """
-    with contextlib.nullcontext() if folder is None else RolloutFolder(folder) as opened:
+    with contextlib.nullcontext() if folder is None else RolloutFolder(folder, compress) as opened:
         stream = rollouts if opened is None else _add_to(opened, rollouts)
         if dataset_id is None:
             for _ in stream:

@@ -131,6 +131,7 @@ def _add_collect(commands: Any, common: argparse.ArgumentParser) -> None:
     add("--nodes", metavar="N", type=_int_from(1), help="actors of Ray that share the workers; default: one a machine")
     out_help = "write the trajectories: to a file, .npz, .pt or .h5, at the end; or to a folder, part by part"
     add("--out", metavar="FILE|FOLDER/", help=out_help)
+    add("--compress", action="store_true", help="store frames once in --out, and compressed")
     add("--minari", metavar="ID", help="write the episodes to a dataset of Minari, name-v0 or namespace/name-v0")
     add("--trace", metavar="FILE.json", type=Path, help="write a timeline, which `rlstructs trace` explains")
     add("--plot", metavar="FILE.png", type=Path, help="draw returns and lengths of the episodes")
@@ -199,7 +200,7 @@ def _collect(options: argparse.Namespace) -> int:
 
     if options.action_mask is not None and options.agent != "random":
         raise SpecError(f"--action-mask: is for --agent random; {options.agent} has to read its mask itself")
-    report.check_outputs(options.out, options.plot, options.minari, options.trace)
+    report.check_outputs(options.out, options.plot, options.minari, options.trace, options.compress)
     if options.nodes is not None and options.ray is None:
         raise SpecError("--nodes: is for --ray")
     if options.ray is not None and options.workers == 0:
@@ -212,7 +213,7 @@ def _collect(options: argparse.Namespace) -> int:
         contextlib.closing(_then(run_rollouts(settings, collected, keep), no_more_interrupts)) as rollouts,
     ):
         try:
-            write_rollouts(rollouts, settings, folder, options.minari)
+            write_rollouts(rollouts, settings, folder, options.minari, options.compress)
         except SpecError:
             if collected.stopped_by is None or collected.rollouts:  # otherwise it is that there is no episode
                 raise
@@ -331,7 +332,7 @@ def _write(options: argparse.Namespace, settings: Settings, collected: Collected
     from rlstructs.cli import report
 
     if options.out is not None and not report.is_folder(options.out):
-        collected.trajectories().save(options.out)
+        collected.trajectories().save(options.out, compress=options.compress)
     if options.plot is not None:
         report.plot(options.plot, settings, collected)
     return [str(path) for path in (options.out, options.minari, options.plot, options.trace) if path is not None]

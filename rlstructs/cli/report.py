@@ -23,6 +23,7 @@ from rlstructs.cli.states import describe_checkpoints, describe_state, has_check
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
+from rlstructs.files.packing import codec_of
 from rlstructs.files.segments import list_parts
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
@@ -51,12 +52,20 @@ def is_folder(out: str | None) -> bool:
     return out is not None and (out.endswith("/") or not Path(out).suffix)
 
 
-def check_outputs(out: str | None, plot: Path | None, dataset_id: str | None, trace: Path | None = None) -> None:
+def check_outputs(
+    out: str | None, plot: Path | None, dataset_id: str | None, trace: Path | None = None, compress: bool = False
+) -> None:
     """Checks, before anything is collected, that the named files can be written.
 
     Raises:
-        SpecError: see `check_path` and `check_folder`; or minari is not installed.
+        SpecError: see `check_path` and `check_folder`; or minari is not installed, or what is to be compressed not
+            named.
+        ImportError: there is no zstd.
     """
+    if compress:
+        if out is None:
+            raise SpecError("--compress: is for --out")
+        codec_of()
     if out is not None and is_folder(out):
         check_folder("--out", Path(out))
     elif out is not None:

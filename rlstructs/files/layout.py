@@ -3,7 +3,8 @@
 The header, stored under `__header__`, holds the name and version of the format, the class, and the dtype and shape of
 each array. `.npz` and `.h5` use the same names; torch loads `.pt` with `weights_only=True`. Reading executes nothing
 from a file, opens no other one, and compares sizes with the size of the file before it allocates memory: so compressed
-files, which can hold more than their own size, are refused. Checksums detect damage. SECURITY.md says what is promised.
+files, which can hold more than their own size, are refused, but for arrays that the header says are packed (`packing`).
+Checksums detect damage. SECURITY.md says what is promised.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rlstructs.files import archives
 from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
 from rlstructs.files.opening import is_of_system, parse_json
+from rlstructs.files.packing import pack, unpack
 from rlstructs.frameworks.dtypes import dtype_name
 
 FORMAT, VERSION = "rlstructs", 1
@@ -34,15 +36,18 @@ WRITERS: Mapping[str, Callable[..., None]] = {**archives.WRITERS, ".h5": write_h
 READERS: Mapping[str, Callable[..., Any]] = {**archives.READERS, ".h5": open_h5}
 
 
-def save(path: str | Path, kind: str, tree: Mapping[str, Any]) -> None:
-    """Writes a tree of tensors to `path`, completely or not at all."""
-    arrays, dtypes = {}, {}
+def save(path: str | Path, kind: str, tree: Mapping[str, Any], compress: bool = False) -> None:
+    """Writes a tree of tensors to `path`, completely or not at all; `compress` packs large columns of bytes."""
+    arrays, dtypes, packed = {}, {}, None
     for name, tensor in _flatten(tree):
         host = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
         dtypes[name] = dtype_name(host.dtype)
         bits = BITS.get(dtypes[name])
         arrays[name] = (host if bits is None else host.view(getattr(torch, bits))).numpy()
-    write(path, kind, arrays, dtypes)
+    if compress:
+        arrays, packed = pack(arrays)
+        dtypes = {name: dtype for name, dtype in dtypes.items() if name not in packed}
+    write(path, kind, arrays, dtypes, packed=packed)
 
 
 def write(
@@ -53,6 +58,7 @@ def write(
     state: Mapping[str, Any] | None = None,
     suffix: str | None = None,
     compression: str | None = None,
+    packed: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes named arrays to `path`, completely or not at all.
 
@@ -64,6 +70,7 @@ def write(
         state: anything else to store, as JSON.
         suffix: the format, if it is not the ending of the path.
         compression: "gzip" or "lzf", only for HDF5.
+        packed: what `pack` says of arrays.
 
     Raises:
         FileError: the ending is unknown, or the format cannot hold a name.
@@ -80,6 +87,8 @@ def write(
     header = {"format": FORMAT, "version": VERSION, "class": kind, "arrays": specs}
     if state is not None:
         header["state"] = dict(state)
+    if packed:
+        header["packed"] = dict(packed)
     with replace_file(path) as temporary:
         write_file(temporary, json.dumps(header), arrays, dtypes)
 
@@ -98,7 +107,8 @@ def load(path: str | Path, kind: str | None = None) -> dict[str, Any]:
         if kind is not None:
             check_class(path, header, kind)
         reader.verify()
-        tensors = {name: _tensor(reader, name, spec) for name, spec in header["arrays"].items()}
+        arrays = unpack({name: _read(reader, name) for name in header["arrays"]}, header.get("packed", {}))
+        tensors = {name: _tensor(array, header["arrays"][name]["dtype"]) for name, array in arrays.items()}
     try:
         return _build_tree(tensors, header["class"])
     except ValueError as error:
@@ -114,10 +124,10 @@ def check_class(path: Any, header: Mapping[str, Any], kind: str) -> None:
 def read_header(path: str | Path) -> dict[str, Any]:
     """Reads the header of a file.
 
-    It has `class`, `version` and `arrays` with their dtypes and shapes.
+    It has `class`, `version` and `arrays` with their dtypes and shapes, unpacked.
     """
     with open_reader(path) as (_, header):
-        return header
+        return {**header, "arrays": header["arrays"] | header.get("packed", {})}
 
 
 @contextlib.contextmanager
@@ -171,12 +181,16 @@ def _read_header(reader: Reader) -> dict[str, Any]:
     return header
 
 
-def _tensor(reader: Reader, name: str, spec: Mapping[str, Any]) -> torch.Tensor:
+def _read(reader: Reader, name: str) -> np.ndarray:
     dtype, shape = reader.spec_of(name)
     array = np.empty(shape, dtype)
     reader.read_into(name, array)
+    return array
+
+
+def _tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    return tensor.view(getattr(torch, spec["dtype"])) if spec["dtype"] in BITS else tensor
+    return tensor.view(getattr(torch, dtype)) if dtype in BITS else tensor
 
 
 def _check_header(header: Any) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class Trajectories(Structure):
 PART_NBYTES = 16 << 20
 
 
-def save_rollouts(folder: str | Path, rollouts: Iterable[Trajectories]) -> int:
+def save_rollouts(folder: str | Path, rollouts: Iterable[Trajectories], *, compress: bool = False) -> int:
     """Writes rollouts to a folder as they come, 16 MB to a file.
 
     Written files remain after an error, a Ctrl-C or a SIGKILL: a file is either complete or absent.
@@ -217,6 +217,7 @@ def save_rollouts(folder: str | Path, rollouts: Iterable[Trajectories]) -> int:
     Args:
         folder: a new or empty folder.
         rollouts: trajectories of the same keys, such as `batcher.rollouts(n_steps=...)`.
+        compress: see `Trajectories.save`.
 
     Returns:
         The number of trajectories, B.
@@ -235,7 +236,7 @@ def save_rollouts(folder: str | Path, rollouts: Iterable[Trajectories]) -> int:
         6
         ([6], 6)
     """
-    with RolloutFolder(folder) as opened:
+    with RolloutFolder(folder, compress) as opened:
         for rollout in rollouts:
             opened.add(rollout)
     return opened.n_written
@@ -264,6 +265,7 @@ class RolloutFolder:
 
     Args:
         folder: an empty folder, or a path where one is made for the first file.
+        compress: see `Trajectories.save`.
 
     Attributes:
         n_written: the number of trajectories in its files.
@@ -273,8 +275,8 @@ class RolloutFolder:
         OSError: it is not a folder, or its parent folder does not exist.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | Path, compress: bool = False) -> None:
+        self._folder, self._compress = Path(folder), compress
         if not self._folder.parent.is_dir():
             raise FileNotFoundError(f"{folder}: there is no folder {self._folder.parent}")
         if self._folder.exists() and (found := next(self._folder.iterdir(), None)):
@@ -304,7 +306,7 @@ class RolloutFolder:
         if held:
             self._folder.mkdir(exist_ok=True)
             part = held[0] if len(held) == 1 else Trajectories.cat(held)
-            part.save(part_path(self._folder, self._n_parts))
+            part.save(part_path(self._folder, self._n_parts), compress=self._compress)
             self._n_parts, self.n_written = self._n_parts + 1, self.n_written + len(part)
 
 

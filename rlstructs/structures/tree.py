@@ -160,17 +160,20 @@ class Structure:
         """Makes a structure from a `tensordict.TensorDict`, whose tensors it shares."""
         return cls._from_tree(interop.from_tensordict(tensordict))
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, compress: bool = False) -> None:
         """Writes a file; replaces an existing one only when the new one is complete.
 
         Args:
             path: ends in `.npz`, `.pt` or `.h5` (which needs the extra `hdf5`).
+            compress: whether tensors of uint8 and bool with 512 bytes or more per row are compressed, and next
+                observations stored only where they differ from the observations that follow. Needs the extra `zstd`.
 
         Raises:
             FileError: the path has another ending, or a name is not possible in such a file.
+            ImportError: there is no zstd.
             OSError: the file cannot be written.
         """
-        layout.save(path, self._kind, self._tree())
+        layout.save(path, self._kind, self._tree(), compress)
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:

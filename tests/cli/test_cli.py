@@ -93,6 +93,15 @@ class Worded(Count):
         super().__init__(length=3)
 
 
+class Frames(Count):
+    """Shows noise that moves."""
+
+    observation_space = spaces.Box(0, 255, (40, 40), np.uint8)
+
+    def _observation(self):
+        return np.roll(np.random.default_rng(self.episode).integers(0, 256, (40, 40), np.uint8), self.steps, axis=1)
+
+
 class Fixed(RL_Agent):
     """Always does the same."""
 
@@ -147,6 +156,7 @@ ENVIRONMENTS = {
     "Cli/Count-v0": (Count, {"length": 3}),
     "Cli/Long-v1": (Count, {"length": 10_000}),
     "Cli/Worded-v0": (Worded, {}),
+    "Cli/Frames-v0": (Frames, {"length": 7}),
     "Cli/Mute-v0": (Faulty, {"where": "step", "error": lambda *_: MuteError()}),
     "Cli/Pipe-v0": (Faulty, {"where": "step", "error": lambda *_: BrokenPipeError("lost its server")}),
     "Cli/Gone-v0": (Faulty, {"where": "step", "error": None}),
@@ -209,6 +219,20 @@ def test_collect_writes_what_the_batcher_gives(run, tmp_path, ending, n_workers)
     ) as batcher:
         batcher.reset()
         assert Trajectories.load(out) == collected(batcher, n_rollouts)
+
+
+def test_compressed_files_have_the_same_trajectories_and_frames_once(run, tmp_path):
+    options = ["collect", "Cli/Frames-v0", *SMALL, "--steps", 400, "--seed", 3]
+    outs = [tmp_path / "raw.npz", tmp_path / "x.npz", tmp_path / "x.h5", f"{tmp_path}/x/"]
+    for out in outs:
+        assert run(*options, "--out", out, *["--compress"] * (out != outs[0]))[0] == 0
+    raw, *others = map(Trajectories.load, outs)
+    assert all(other == raw for other in others) and raw["observation/frame"].shape[2:] == (40, 40)
+    assert outs[1].stat().st_size < 0.7 * outs[0].stat().st_size  # of noise, with what ended an episode
+    lines = [run("info", out)[1].splitlines()[1:] for out in outs]
+    assert all(other == lines[0] for other in lines)
+    code, _, stderr = run("collect", "Cli/Frames-v0", *SMALL, "--compress")
+    assert code == 2 and stderr.endswith("--compress: is for --out\n")
 
 
 def test_collect_writes_a_folder_and_a_dataset_while_it_runs(run, tmp_path, monkeypatch):

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError, StateError
+from rlstructs.files.packing import codec_of
 from rlstructs.replay.rows.backing import Backing
-from rlstructs.replay.rows.compression import MOST, codec_of
+from rlstructs.replay.rows.compression import MOST
 from rlstructs.replay.rows.lanes import Ring, RowIds, keep_order
 from rlstructs.replay.rows.spec import Spec
 

@@ -1,23 +1,19 @@
-"""Says which columns are compressed, and compresses rows."""
+"""Says which columns are compressed, and checks rows that files have."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from rlstructs.checks import check_size
 from rlstructs.errors import SpecError
+from rlstructs.files.packing import DEFAULT_LEVEL, codec_of
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.workers.public_names import set_module
 
 # Bytes of a row from which on a column of uint8 or bool is compressed unless the program names columns, from which on
 # any column can be, and up to which.
 LARGE, LEAST, MOST = 512, 64, (1 << 23) - 1
-# zstd's default level.
-DEFAULT_LEVEL = 3
-EXTRA = "compression needs zstd: pip install rlstructs[zstd]"
 
 
 @set_module("rlstructs.replay")
@@ -96,58 +92,6 @@ def _level(setting: Any) -> int:
             f"compression must be None, 'zstd', 'zstd:LEVEL' or a mapping of columns to these, got {setting!r}"
         )
     return int(level) if level else DEFAULT_LEVEL
-
-
-class _OwnCodecs(threading.local):
-    """The codecs of a thread: zstd's are not to be used by two at once."""
-
-    def __init__(self) -> None:
-        self.by_level: dict[int, Any] = {}
-
-
-_CODECS = _OwnCodecs()
-
-
-def codec_of(level: int) -> Any:
-    """Returns a codec with `compress`, `decompress`, `size_of` and `error`, for this thread alone.
-
-    `size_of` returns how many bytes a compressed row says that it holds.
-    """
-    codec = _CODECS.by_level.get(level)
-    if codec is None:
-        codec = _CODECS.by_level[level] = _make_codec(level)
-    return codec
-
-
-def _make_codec(level: int) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        return _make_own_codec(level)
-    return SimpleNamespace(
-        compress=zstandard.ZstdCompressor(level=level, write_checksum=True).compress,
-        decompress=zstandard.ZstdDecompressor().decompress,
-        size_of=zstandard.frame_content_size,
-        error=zstandard.ZstdError,
-    )
-
-
-def _make_own_codec(level: int) -> Any:
-    """Makes a codec of Python's own zstd, which Python 3.14 has."""
-    try:
-        from compression import zstd
-    except ImportError as error:
-        raise ImportError(EXTRA) from error
-    options = {
-        zstd.CompressionParameter.compression_level: level,
-        zstd.CompressionParameter.checksum_flag: 1,
-    }
-    return SimpleNamespace(
-        compress=lambda data: zstd.compress(data, options=options),
-        decompress=lambda data, n_bytes: zstd.decompress(data),
-        size_of=lambda data: zstd.get_frame_info(data).decompressed_size,
-        error=zstd.ZstdError,
-    )
 
 
 def check_row(name: str, row: int, data: bytes, spec: Spec, decodes: bool = True) -> bytes:
