@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 ORDER = """
 workers
 errors
-checks copying debug trace
+checks copying debug
 frameworks worker_setup
 files
-structures seeding moments
+structures seeding moments trace
 shared replay agent
 envs memories episodes returns action_masks
 random_agent module_agent jax_agent

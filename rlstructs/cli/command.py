@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_play(commands, common)
     _add_info(commands, common)
     _add_tune(commands, common)
-    watch.add_parsers(commands, common)
+    watch.add_parsers(commands, common, _int_from(1))
     bench = commands.add_parser("bench", help="measure on this machine", description="Measures on this machine.")
     _add_tune(bench.add_subparsers(metavar="WHAT", required=True), common)
     return parser

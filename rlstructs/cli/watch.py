@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ PERIOD = 0.5
 TO_TOP = "\033[H\033[J"
 
 
-def add_parsers(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Adds the two commands to the parser."""
+def add_parsers(commands: Any, common: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Adds the two commands to the parser; `count` reads a number from 1 on."""
     parser = commands.add_parser(
         "trace",
         parents=[common],
@@ -41,18 +42,18 @@ def add_parsers(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_top)
     pid_help = "process id of the program; default: the only one of this user that runs a batcher"
     parser.add_argument("pid", metavar="PID", type=int, nargs="?", help=pid_help)
-    parser.add_argument("--times", metavar="N", type=int, help="end after so many looks; default: none")
+    parser.add_argument("--times", metavar="N", type=count, help="end after so many looks; default: none")
 
 
 def _trace(options: argparse.Namespace) -> int:
+    from rlstructs.files.opening import name_damage
     from rlstructs.trace.timeline import read_events
     from rlstructs.trace.verdict import Account, explain
 
-    try:
-        events = read_events(options.file)
-    except (OSError, ValueError) as error:
-        raise SpecError(str(error)) from error
-    print("\n".join(explain(Account.of_events(events))))
+    events = read_events(options.file)
+    with name_damage(f"{options.file}: no timeline of rlstructs, or a damaged one"):
+        lines = explain(Account.of_events(events))
+    print("\n".join(lines))
     return 0
 
 
@@ -80,16 +81,16 @@ def watch(board: Path) -> Iterator[str]:
     """
     from rlstructs.trace.board import read_cells, read_facts
 
-    facts = read_facts(board)
-    with open(board, "rb") as file:
-        before, looked = read_cells(file.fileno(), facts["n_lanes"]), time.perf_counter()
-        while True:
+    with contextlib.suppress(OSError), open(board, "rb") as file:  # it has ended
+        fd, before, looked = file.fileno(), None, 0.0
+        # Another file may get the number of a board that was closed. A program that starts goes on writing facts.
+        while os.path.samestat(os.stat(board), os.fstat(fd)):
+            if facts := read_facts(fd):
+                cells, now = read_cells(fd, facts["n_lanes"]), time.perf_counter()
+                if before is not None:
+                    yield describe(facts, cells, cells - before, now - looked)
+                before, looked = cells, now
             time.sleep(PERIOD)
-            if not os.path.exists(board):
-                return
-            cells, now = read_cells(file.fileno(), facts["n_lanes"]), time.perf_counter()
-            yield describe(facts, cells, cells - before, now - looked)
-            before, looked = cells, now
 
 
 def describe(facts: dict[str, Any], cells: Any, spent: Any, seconds: float) -> str:

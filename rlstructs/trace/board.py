@@ -5,6 +5,7 @@ They are in shared memory, which other programs of the user may read too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -215,14 +216,20 @@ def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
     """
     found: dict[int, Path] = {}
     for folder in proc.glob("[0-9]*/fd"):
-        try:
-            links = [link for link in folder.iterdir() if os.readlink(link).startswith(f"/memfd:{NAME}")]
-        except OSError:  # the process of another user, or one that has ended
-            continue
-        for link in links:
-            if (facts := read_facts(link)) and facts.get("pid") == int(folder.parent.name):
-                found[facts["pid"]] = link
+        with contextlib.suppress(OSError):  # the process of another user, or one that has ended
+            for link in filter(_is_board, folder.iterdir()):
+                with open(link, "rb") as file:
+                    facts = read_facts(file.fileno())
+                if facts.get("pid") == int(folder.parent.name):
+                    found[facts["pid"]] = link
     return found
+
+
+def _is_board(link: Path) -> bool:
+    try:
+        return os.readlink(link).startswith(f"/memfd:{NAME}")
+    except OSError:  # closed meanwhile
+        return False
 
 
 def read_cells(fd: int, n_lanes: int) -> np.ndarray:
@@ -234,10 +241,9 @@ def read_cells(fd: int, n_lanes: int) -> np.ndarray:
     return np.stack([np.frombuffer(row, np.int64) for row in rows])
 
 
-def read_facts(file: Path) -> dict[str, Any]:
-    """Reads the facts of a board; empty if they cannot be read."""
+def read_facts(fd: int) -> dict[str, Any]:
+    """Reads the facts of a board of another program; empty if they are being written."""
     try:
-        with open(file, "rb") as opened:
-            return dict(json.loads(opened.read(PAGE).rstrip(b"\0")))
-    except (OSError, ValueError):
+        return dict(json.loads(os.pread(fd, PAGE, 0).rstrip(b"\0")))
+    except ValueError:
         return {}

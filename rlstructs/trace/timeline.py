@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import threading
 from collections import deque
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlstructs.errors import StateError
+from rlstructs.files.opening import name_damage, open_file
 from rlstructs.trace import lane as lanes
 from rlstructs.trace.board import Board, BoardRecording, Excerpt, Recording
 from rlstructs.trace.lane import BEGIN, NAMES, RESTART, START, UNKNOWN, VALUE
@@ -341,15 +343,17 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Reads the events of a file, also of one whose program was killed.
 
     Raises:
-        ValueError: it is no timeline.
+        FileError: it is no timeline, or no regular file.
+        OSError: it cannot be read.
     """
-    with open(path, encoding="utf-8") as file:
-        if file.readline().strip() != "[":
-            raise ValueError(f"{path}: expected a timeline of rlstructs, whose first line is a bracket")
+    with open_file(path) as file, name_damage(f"{path}: no timeline of rlstructs, or a damaged one"):
+        lines = io.TextIOWrapper(file, encoding="utf-8")
+        if lines.readline().strip() != "[":
+            raise ValueError("its first line is no bracket")
         events = []
-        for line in file:
+        for line in lines:
             text = line.strip().rstrip(",")
             if not line.endswith("\n") or text == "]":
                 break
-            events.append(json.loads(text))
+            events.append(dict(json.loads(text)))
         return events

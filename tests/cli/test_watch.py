@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +13,7 @@ import pytest
 
 from rlstructs.cli import watch
 from rlstructs.cli.command import main
-from rlstructs.trace.board import find_boards
+from rlstructs.trace.board import Board, find_boards
 
 PROGRAM = """
 import sys
@@ -44,11 +47,31 @@ def test_a_timeline_of_collect_is_explained(tmp_path, capsys):
     assert len(lines) == 5 and lines[1].startswith("to do: ") and lines[4].startswith("2,048 steps")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[\n{]\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "\xff",
+        "[\n{]\n",
+        "[\n5\n",
+        f"[\n{'[' * 100_000}\n",
+        '[\n{"ph":"E","tid":1}\n',
+        '[\n{"ph":"X","tid":0,"name":"a"}\n',
+    ],
+    ids=lambda content: content[:20],
+)
 def test_what_is_no_timeline_is_refused(tmp_path, capsys, content):
-    (tmp_path / "run.json").write_text(content)
+    path = tmp_path / "run.json"
+    path.write_text(content, encoding="latin-1")
+    assert main(["trace", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"rlstructs: error: {path}: no timeline of rlstructs, or a damaged one: ")
+
+
+def test_a_named_pipe_is_refused_as_a_timeline(tmp_path, capsys):
+    os.mkfifo(tmp_path / "run.json")
     assert main(["trace", str(tmp_path / "run.json")]) == 2
-    assert capsys.readouterr().err.startswith("rlstructs: error: ")
+    assert "run.json: is a named pipe, expected a regular file" in capsys.readouterr().err
 
 
 def test_a_file_of_another_ending_is_refused(capsys, tmp_path):
@@ -70,6 +93,31 @@ def test_top_shows_a_program_until_it_ends(program, capsys, monkeypatch):
     program.stdin.close()
     program.wait(60)
     assert list(looks) == []
+
+
+def test_top_finds_a_program_that_closes_other_files_meanwhile(program, monkeypatch):
+    def closed_meanwhile(link):
+        if next(counts[link.parent]) == 0:
+            raise FileNotFoundError(link)
+        return found(link)
+
+    counts, found = collections.defaultdict(itertools.count), os.readlink
+    monkeypatch.setattr(os, "readlink", closed_meanwhile)
+    assert program.pid in find_boards()
+
+
+def test_top_ends_where_another_file_has_the_number_of_the_board(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "PERIOD", 0.01)
+    board, link = Board.make(1, n_timesteps=1, run_ahead=0), tmp_path / "board"
+    link.symlink_to(f"/proc/self/fd/{board.arena.fileno()}")
+    looks = watch.watch(link)
+    assert "1 workers of ? environments" in next(looks)
+    board.write_facts(n_envs=4)  # by a program that still starts
+    assert "1 workers of 4 environments" in next(looks)
+    link.unlink()
+    link.write_text("")
+    assert list(looks) == list(watch.watch(tmp_path / "gone")) == []
+    board.close()
 
 
 def test_top_says_that_there_is_no_such_program(capsys):

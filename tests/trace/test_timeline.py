@@ -27,7 +27,7 @@ from helpers import count_batcher, rollout
 
 from rlstructs import GymEnvInf, GymVectorEnv, RandomAgent, RayBatcher, RL_Batcher, SharedVectorEnv
 from rlstructs.distributed.batcher import NodeRecording
-from rlstructs.errors import StateError
+from rlstructs.errors import FileError, StateError
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.trace import lane as lanes
 from rlstructs.trace.timeline import read_events
@@ -486,7 +486,7 @@ def test_the_picture_of_the_readme_is_drawn_from_timelines(tmp_path):
 
 def test_what_is_no_timeline_is_refused(tmp_path):
     (tmp_path / "run.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="expected a timeline"):
+    with pytest.raises(FileError, match="run.json: no timeline"):
         read_events(tmp_path / "run.json")
 
 
