@@ -21,11 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from pathlib import Path
 
-PROGRAMS = ("ppo", "sac", "a2c", "dqn")
+PROGRAMS = ("ppo", "sac", "a2c", "dqn", "jax")
 # Rollouts of a program, and how many come between two checkpoints.
-N_ROLLOUTS, N_BETWEEN = {"ppo": 120, "sac": 80, "a2c": 120, "dqn": 40}, {"ppo": 3, "sac": 3, "a2c": 3, "dqn": 2}
+N_ROLLOUTS = {"ppo": 120, "sac": 80, "a2c": 120, "dqn": 40, "jax": 120}
+N_BETWEEN = {"ppo": 3, "sac": 3, "a2c": 3, "dqn": 2, "jax": 3}
 
 
 def digest(*arrays):
@@ -243,7 +245,44 @@ def create_pong(n_envs, seed):
     return GymEnvInf([make() for _ in range(n_envs)], seed)
 
 
-MAKERS = {"ppo": make_ppo, "sac": make_sac, "a2c": make_a2c, "dqn": make_dqn}
+def make_jax():
+    """Environments and an agent in jax, whose rollouts are compiled, with a memory that workers write to."""
+    import torch
+    from jax_walk import WALK
+
+    from rlstructs import JaxAgent, JaxEnv, RL_Batcher
+    from rlstructs.memories.torch import RandomMemory
+
+    network = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    params = OrderedDict((name, value.numpy().copy()) for name, value in network.state_dict().items())
+    batcher = RL_Batcher(
+        8, lambda: JaxAgent(act_in_jax, params, torch.zeros(()).numpy()), {}, lambda seed: JaxEnv(WALK, 2, seed), {},
+        2, 0, run_ahead=1,
+    )  # fmt: skip
+    memory = RandomMemory(memory_size=60, num_envs=4, device="cpu", seed=0)
+
+    def learn(batch, n):
+        [[seen, rewards]] = memory.sample(["observations/wide", "rewards"], batch_size=16)
+        loss = (network(seen).mean(1) - rewards[:, 0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return batcher, memory, {"actor": network}, optimizer, lambda n: {}, learn
+
+
+def act_in_jax(params, state, observation, key):
+    """Draws an action; the state is the sum of what was drawn in the episode."""
+    import jax
+
+    drawn = jax.random.normal(key, (2,)) + observation["wide"] @ params["weight"].T + params["bias"] - state
+    way = (drawn.sum() > 0).astype(int)
+    return {"action": {"way": way, "push": jax.numpy.tanh(drawn)}}, state + drawn.sum()
+
+
+MAKERS = {"ppo": make_ppo, "sac": make_sac, "a2c": make_a2c, "dqn": make_dqn, "jax": make_jax}
 
 
 def start(name, folder, n_rollouts):
@@ -257,9 +296,13 @@ def kill_tree(program):
     program.communicate()
 
 
-def wait_for(program, path):
-    """Waits until a program has made a file, or has ended."""
-    while program.poll() is None and not path.exists():
+def read(path):
+    return path.read_text() if path.exists() else None
+
+
+def wait_for(program, path, before=None):
+    """Waits until a program has written something else to a file, or has ended."""
+    while program.poll() is None and read(path) == before:
         time.sleep(0.002)
 
 
