@@ -283,6 +283,14 @@ def test_a_number_of_the_readme_stands_on_the_page_that_explains_it():
         assert own == [[row[column] for column in columns] for row in whole]
 
 
+def test_the_recorded_training_ends_twice_with_the_same_result():
+    drawing = (ROOT / "docs/recording.svg").read_text()
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", drawing)
+    undisturbed, killed = (line for line in shown if line.startswith("score"))
+    assert undisturbed == killed and sum("SIGKILL to the" in line for line in shown) == 2
+    assert len(drawing) < 500_000
+
+
 def speed_of(cell: str) -> float:
     return float(cell.strip("*").partition(" ")[0].replace(",", ""))
 
