@@ -57,9 +57,11 @@ def start_engine(settings: JobSettings, run: RunSettings, debug: bool, make: typ
         slot_buffers = SlotBuffers(contents.layout, run.run_ahead + 1, len(contents.blocks))
         slots_arena.resize(slot_buffers.reserved_nbytes, expected=slot_buffers.nbytes)
         transport = SlotTransport(contents, supervisor.records, slot_buffers, slots_arena.map(), debug)
-        supervisor.attach(slot_buffers)
-        board.write_facts(n_envs=contents.n_envs)
         own = run.n_processes == 0
+        for slots in transport.slots:
+            slots.is_shared = own
+        supervisor.attach(slot_buffers, *[transport.slots] * own)
+        board.write_facts(n_envs=contents.n_envs)
         outbox = weights.LocalOutbox() if own else weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
         board.begin_account()
         return make(settings, supervisor, transport, outbox, *arenas)

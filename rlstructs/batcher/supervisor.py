@@ -19,7 +19,7 @@ from rlstructs.errors import SpecError
 from rlstructs.exact.job import JobState
 from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.probe import JobDescription
-from rlstructs.shared.slots import SlotBuffers
+from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.trace.board import Board
 from rlstructs.trace.lane import DELIVERED, ORDERED, REPLACED, RESTARTS, VERSION, WAIT, during, pack_place
 from rlstructs.trace.lane import RESTART as RESTARTING
@@ -92,10 +92,10 @@ class Supervisor:
             record.env_restarts = [0] * found[0].n_envs
         return found
 
-    def attach(self, slot_buffers: SlotBuffers) -> None:
-        """Gives every worker its slots."""
-        self._lasting["attach"] = (slot_buffers,)
-        self.pool.call("attach", slot_buffers)
+    def attach(self, slot_buffers: SlotBuffers, *own: list[Slots]) -> None:
+        """Gives every worker its slots; one job in this process gets the `own` ones of the transport."""
+        self._lasting["attach"] = (slot_buffers, *own)
+        self.pool.call("attach", slot_buffers, *own)
 
     def feed(self, packed: bytes) -> None:
         """Gives every worker a memory to write to."""

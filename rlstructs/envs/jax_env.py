@@ -21,6 +21,7 @@ from rlstructs.envs.jax_trees import (
     make_keys,
     name_leaves,
     select_rows,
+    tensor_of_jax,
     tensors_of_jax,
     trace,
 )
@@ -156,16 +157,16 @@ class JaxEnv(RowDefaults):
         """Runs a rollout with an agent of pure functions; see `CompiledRollout`."""
         batch, count = self._running(), self._take_counts(n_timesteps)
         seen = {key: np.ascontiguousarray(array) for key, array in observation.arrays().items()}
-        carried, (after, frames, output) = _run_steps(
-            self.functions, policy, n_timesteps, batch, count, self._params, seen, arrays_of_tensors(state),
-            agent.take_inputs(n_timesteps), arrays_of_tensors(agent_info),
-        )  # fmt: skip
-        self._batch = Batch(batch.keys, carried[0])
-        after, frames, output = jax.device_get((after, frames, output))
-        times, rows = np.nonzero(after["done"])
-        finals = Rows.of(self._packing, {key: array[times, rows] for key, array in after.items()})
-        fresh = self._first_rows({key: array[times, rows] for key, array in frames.items()}, rows.size)
-        return CompiledSteps(after, output, tensors_of_jax(carried[2]), times, rows, finals, fresh)
+        # The caller's guard is for arrays of his own.
+        with jax.transfer_guard("allow"):
+            (states, seen, after), steps = _run_steps(
+                self.functions, policy, n_timesteps, batch, count, self._params, seen, arrays_of_tensors(state),
+                agent.take_inputs(n_timesteps), arrays_of_tensors(agent_info),
+            )  # fmt: skip
+        self._batch = Batch(batch.keys, states)
+        tensors = {name: tensor_of_jax(array) for name, array in steps.items()}
+        following = Rows.of(self._packing, {key: np.asarray(array) for key, array in seen.items()})
+        return CompiledSteps(tensors, following, tensors_of_jax(after))
 
     def get_state(self) -> Any:
         """Returns the state of all environments: seeds, number of steps, params and states."""
@@ -341,8 +342,8 @@ def _run_steps(
     """Runs T steps of all environments in one scan, with the agent's `policy` and its `inputs`.
 
     Returns:
-        States of the environments, the next observation and the agent's state; and, with a first axis of T, columns
-        of the steps, the frames that are seen next, and the agent's output.
+        States of the environments, the next observation and the agent's state; and `observation/k`, `action/k`,
+        `_observation/k` -> (E, T, ...).
     """
 
     def advance(carried: Any, t: Any) -> Any:
@@ -354,7 +355,9 @@ def _run_steps(
         none = {key: jnp.zeros_like(column) for key, column in after.items()}
         fresh = {**none, "initial_state": jnp.ones_like(after["done"])}
         following = {**select_rows(after["done"], fresh, after), **frames}
-        return (states, following, state), (after, frames, output)
+        parts = {"observation": seen, "action": output, "_observation": after}
+        steps = {f"{part}/{key}": column for part, columns in parts.items() for key, column in columns.items()}
+        return (states, following, state), steps
 
     carried, steps = jax.lax.scan(advance, (batch.states, seen, state), jnp.arange(n_timesteps, dtype=jnp.uint32))
-    return carried, steps
+    return carried, {name: column.swapaxes(0, 1) for name, column in steps.items()}

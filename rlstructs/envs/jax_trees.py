@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from rlstructs.envs.jax_functions import FORKED
 from rlstructs.errors import SpecError
@@ -64,6 +65,11 @@ def make_keys(seeds: Sequence[int]) -> np.ndarray:
 def fold_rows(keys: Any, number: Any) -> Any:
     """Folds a number in the key of each row."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
+def tensor_of_jax(array: Any) -> torch.Tensor:
+    """Returns an array of jax as a tensor on the CPU, which shares its memory if it is there."""
+    return from_dlpack(array if array.device.platform == "cpu" else np.array(array))
 
 
 def tensors_of_jax(columns: _Arrays) -> DictTensor:

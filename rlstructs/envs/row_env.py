@@ -63,20 +63,15 @@ class CompiledSteps(NamedTuple):
     """T steps of all E environments, and of the agent, by one compiled call.
 
     Attributes:
-        after: column -> (T, E, ...), the results of the steps, final observations included.
-        output: what the agent gave, key -> (T, E, ...).
+        steps: `observation/k`, `action/k`, `_observation/k` -> (E, T, ...), final observations included; nobody else
+            writes to them.
+        observation: what the agent sees next, E rows.
         state: the agent's next state, E rows.
-        times, rows: int64 (K,), the step and the environment of each end of an episode.
-        finals, fresh: K rows, the final observation, and the first one of the next episode.
     """
 
-    after: Mapping[str, np.ndarray]
-    output: Mapping[str, np.ndarray]
+    steps: Mapping[str, torch.Tensor]
+    observation: Rows
     state: DictTensor
-    times: np.ndarray
-    rows: np.ndarray
-    finals: Rows
-    fresh: Rows
 
 
 class CompiledRollout(Protocol):

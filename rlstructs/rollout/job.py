@@ -109,11 +109,11 @@ class RolloutJob:
         """Returns the number of environments, and the specs if this worker has found them."""
         return JobDescription(self.env.n_envs(), self.specs)
 
-    def attach(self, slot_buffers: SlotBuffers) -> None:
-        """Maps this worker's block of slots."""
+    def attach(self, slot_buffers: SlotBuffers, slots: list[Slots] | None = None) -> None:
+        """Maps this worker's block of slots; `slots` are the trainer's, if this is its process."""
         n, buffer = self.env.n_envs(), self.arena.map()
         self._slot_buffers = slot_buffers
-        self.slots = slot_buffers.slots(buffer, first=self.index * n, n=n)
+        self.slots = slots or slot_buffers.slots(buffer, first=self.index * n, n=n)
         self._cuts = slot_buffers.cuts(buffer)
         self._attach_groups()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import ALLOCATIONGRANULARITY, mmap
 from typing import Any
 
@@ -31,13 +31,29 @@ from rlstructs.shared.compaction import Mover, view_entries
 from rlstructs.shared.layout import Field, Layout, specs_of_steps
 from rlstructs.shared.loan import Loan
 from rlstructs.shared.packing import Packing, Rows
-from rlstructs.shared.reading import Finals, RecordedSteps, blocks_of, patch_finals, sources_of
-from rlstructs.shared.writing import LazyCopies, Steps, Time, make_staged_steps
-from rlstructs.structures.arrays import find_true, put, raw_of, tensor_of
+from rlstructs.shared.reading import FOLLOWING, Finals, RecordedSteps, blocks_of, patch_finals, sources_of
+from rlstructs.shared.writing import LazyCopies, Steps, Time, check_output, make_staged_steps
+from rlstructs.structures.arrays import as_array, find_true, put, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
 
 STATE = "agent_state/"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A rollout as a whole, beside the columns.
+
+    Attributes:
+        tensors: `observation/k`, `action/k`, `_observation/k` -> (n, T, ...).
+        reset: bool (n, T), as the column of this name.
+        recorded: reads them.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    reset: np.ndarray
+    recorded: RecordedSteps
+
 
 # Steps are staged beside the slots (see `writing.py`) for at least this many environments, and at most this many bytes
 # of a step and of a rollout: larger steps are written to slots as fast, and large rollouts must not double in memory.
@@ -74,6 +90,9 @@ class Slots:
         # Where a rollout is written: to the slots, or to a stage beside them.
         self._written, self._mover = self._steps, Mover(self.n)
         self._stage: Steps | None = None
+        #: Whether the trainer reads this very object, in the process of the job.
+        self.is_shared = False
+        self._whole: Whole | None = None
         #: Name -> shape, without the first two axes, and dtype of what is handed out.
         self.specs = specs_of_steps(layout.observation, layout.action)
         sources = sources_of(self._steps.arrays, self._steps.action)
@@ -83,6 +102,8 @@ class Slots:
 
     def column(self, name: str) -> torch.Tensor:
         """Returns a view of a whole column."""
+        if name not in self.layout.info:
+            self._write_whole()
         return self._columns[name]
 
     def info_of(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -157,6 +178,7 @@ class Slots:
 
     def empty(self, rows: np.ndarray | None = None) -> None:
         """Removes an unfinished rollout from these slots (None: all)."""
+        self._whole = None
         index = slice(None) if rows is None else rows
         self.lengths[index] = 0
         self._reset[index] = False
@@ -182,6 +204,45 @@ class Slots:
         for name, block in self._written.observation.items():
             self._final[name][at, t] = finals.blocks[name]
             block[at, t + 1] = fresh.blocks[name]
+
+    def take_steps(self, steps: Mapping[str, torch.Tensor], reset: torch.Tensor) -> None:
+        """Takes all T steps of all slots at once.
+
+        If the trainer reads these slots in this process, the tensors themselves are handed out.
+
+        Args:
+            steps: `observation/k`, `action/k`, `_observation/k` -> (n, T, ...), final observations included; nobody
+                else writes to them.
+            reset: bool (n, T), the steps that ended an episode.
+
+        Raises:
+            MissingKeyError, SpecError: they are not those of the layout.
+        """
+        n_timesteps = self.layout.n_timesteps
+        check_output(steps, {name: ((self.n, n_timesteps, *shape), kind) for name, (shape, kind) in self.specs.items()})
+        tensors = {name: steps[name] for name in self.specs}
+        sources = {name: (raw_of(tensor), 0) for name, tensor in tensors.items()}
+        recorded = replace(self._recorded, sources=sources, reset=np.zeros_like(self._reset))
+        self.lengths[...] = n_timesteps
+        self._whole = Whole(tensors, as_array(reset), recorded)
+        if not self.is_shared:
+            self._write_whole()
+
+    def _write_whole(self) -> None:
+        """Writes a rollout that was taken as a whole to the columns."""
+        whole, self._whole = self._whole, None
+        if whole is None:
+            return
+        columns = {name: array for name, (array, _) in whole.recorded.sources.items()}
+        for key, array in self._steps.action.items():
+            array[...] = columns[f"action/{key}"]
+        for key, array in self._steps.arrays.items():
+            array[:, :-1], array[:, -1] = columns[f"observation/{key}"], columns[FOLLOWING + key][:, -1]
+        at, times = find_true(whole.reset)
+        finals = Rows.of(self._packing, {key: columns[FOLLOWING + key][at, times] for key in self._steps.arrays})
+        self._reset[at, times] = True
+        for name, block in self._final.items():
+            block[at, times] = finals.blocks[name]
 
     def end(self, idle: list[tuple[int, np.ndarray]]) -> None:
         """Ends a rollout: moves its steps to the slots.
@@ -237,6 +298,7 @@ class Slots:
 
     def release(self, rows: np.ndarray | None = None) -> None:
         """Marks these slots (None: all) as read; fills them with poison in debug mode."""
+        self._whole = None
         if not self._poisons:
             return
         for name, (array, start) in self._recorded.sources.items():
@@ -256,15 +318,20 @@ class Slots:
         Returns:
             `observation/k`, `action/k`, `_observation/k` -> (B, n_timesteps, ...).
         """
-        return self._recorded.read(rows, n_timesteps, out)
+        if self._whole is not None and rows is None and out is None:
+            return dict(self._whole.tensors)
+        return self._source().read(rows, n_timesteps, out)
+
+    def _source(self) -> RecordedSteps:
+        return self._recorded if self._whole is None else self._whole.recorded
 
     def read_later(self, rows: np.ndarray | None, n_timesteps: int) -> LazyCopies:
         """Reads rows of equal length lazily: each column is copied at its first use."""
-        return LazyCopies(self.specs, lambda name: self._recorded.read_one(name, rows, n_timesteps))
+        return LazyCopies(self.specs, lambda name: self._source().read_one(name, rows, n_timesteps))
 
     def lend(self, rows: np.ndarray | None, n_timesteps: int) -> Loan:
         """Reads steps as views where possible; the padding is undefined."""
-        if rows is not None:
+        if rows is not None or self._whole is not None:
             return Loan({}, self.read(rows, n_timesteps))
         views = {f"observation/{key}": column[:, :n_timesteps] for key, column in self._steps.seen.items()}
         views |= {name: self._columns[name][:, :n_timesteps] for name in self.specs if name.startswith("action/")}

@@ -61,10 +61,13 @@ def from_numpy(arrays: Mapping[str, Any], view: bool) -> Tree:
     return _map_named(convert, arrays)
 
 
-def to_jax(tree: Mapping[str, Any]) -> Tree:
+def to_jax(tree: Mapping[str, Any], view: bool) -> Tree:
+    import jax
     import jax.numpy as jnp
 
     def convert(name: str, tensor: torch.Tensor) -> Any:
+        if view and tensor.is_contiguous() and (tensor.dtype.itemsize < 8 or jax.config.jax_enable_x64):
+            return jax.dlpack.from_dlpack(tensor.detach())
         if tensor.dtype == torch.bfloat16:
             return jnp.array(tensor_to_array(name, tensor.float()), dtype=jnp.bfloat16)
         if tensor.dtype in FLOAT8 and hasattr(jnp, dtype_name(tensor.dtype)):
@@ -76,7 +79,8 @@ def to_jax(tree: Mapping[str, Any]) -> Tree:
         # jnp.array copies, where device_put would share aligned host memory.
         return jnp.array(array)
 
-    return _map_named(convert, tree)
+    with jax.transfer_guard("allow"):  # the caller has asked for it
+        return _map_named(convert, tree)
 
 
 def fit_to_jax(name: str, array: np.ndarray) -> np.ndarray:

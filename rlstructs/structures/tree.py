@@ -114,13 +114,17 @@ class Structure:
         """
         return interop.to_numpy(self._shown(), view)
 
-    def jax(self) -> dict[str, Any]:
-        """Copies the tensors to jax arrays; 64-bit numbers become 32-bit unless jax_enable_x64 is set.
+    def jax(self, view: bool = False) -> dict[str, Any]:
+        """The tensors as jax arrays; 64-bit numbers become 32-bit unless jax_enable_x64 is set.
+
+        Args:
+            view: whether arrays share memory with the tensors, which then must not change; those that jax has to
+                convert, or that are not contiguous, are copies nevertheless. Otherwise all are copies.
 
         Raises:
             SpecError: an integer does not fit into 32 bits, or jax lacks a dtype.
         """
-        return interop.to_jax(self._shown())
+        return interop.to_jax(self._shown(), view)
 
     def warp(self, view: bool = False) -> dict[str, Any]:
         """The tensors as warp arrays.

@@ -16,6 +16,8 @@ from jax_walk import LIMIT, PARAMS, WALK, Stepping, bias, make_batcher
 from processes import wait_until_gone
 
 from rlstructs import GymEnv, JaxAgent, RL_Batcher, SpecError
+from rlstructs.envs import jax_trees
+from rlstructs.memories.jax import RandomMemory as JaxMemory
 from rlstructs.memories.torch import RandomMemory
 
 
@@ -106,6 +108,39 @@ def test_rows_do_not_depend_on_the_number_of_workers_nor_on_how_they_are_handed_
         one.execute(), other.execute()
         one.get(out=out)
         assert_same(out, other.get()[0])
+
+
+def test_rollouts_in_this_process_are_the_memory_that_the_compiled_call_returned(monkeypatch):
+    made = []
+
+    def note(array):
+        made.append(array)
+        return jax_trees.tensor_of_jax(array)
+
+    monkeypatch.setattr("rlstructs.envs.jax_env.tensor_of_jax", note)
+    memory = JaxMemory(memory_size=64, num_envs=4)
+    with make_batcher() as batcher, make_batcher(2) as other:
+        start(batcher), start(other)
+        first, expected = rollout(batcher), rollout(other)
+        kept = first.clone()
+        made.clear()
+        with jax.transfer_guard("disallow"):
+            found = rollout(batcher)
+            arrays = found.trajectories.jax(view=True)
+            memory.add_trajectories(found)
+        addresses = [array.unsafe_buffer_pointer() for array in made]
+        assert len(set(addresses)) == len(addresses) == len(list(found.trajectories.keys()))
+        for key, tensor in found.trajectories.items():
+            assert tensor.is_contiguous()
+            assert arrays[key].unsafe_buffer_pointer() == tensor.data_ptr() and tensor.data_ptr() in addresses, key
+        assert_same(found, rollout(other))
+        batcher.execute()
+        with batcher.lease() as leased:
+            addresses = [array.unsafe_buffer_pointer() for array in made[len(addresses) :]]
+            assert leased.trajectories.trajectories["_observation/wide"].data_ptr() in addresses
+        # They are the caller's: later rollouts are written to other memory.
+        assert_same(first, kept)
+        assert_same(first, expected)
 
 
 def test_a_memory_that_is_fed_has_what_add_trajectories_would_store():
