@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,14 @@ from replay_rows import rows as transitions
 from test_dict_tensor_replay_buffer_files import SAMPLERS, made
 from test_dict_tensor_replay_buffer_files import rows as next_rows
 
-from rlstructs import DictTensor, FileError, SpecError, TemporalDictTensor, Trajectories
+from rlstructs import DictTensor, EmptyBufferError, FileError, SpecError, TemporalDictTensor, Trajectories
 from rlstructs.cli import report
 from rlstructs.distributed import replay_files
 from rlstructs.distributed.shard import ShardSettings, columns_of
 from rlstructs.replay import (
     CachedReplayBuffer,
     ChunkReplayBuffer,
+    Compression,
     HERReplayBuffer,
     PrioritizedVectorReplayBuffer,
     ReplayBuffer,
@@ -31,6 +34,7 @@ from rlstructs.replay import (
 )
 from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.keep import saving
+from rlstructs.replay.rows import on_disk
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,38 @@ def _buffer(filled: Callable[[int], Any], add: Any, draw: Any, suffix: str, whol
     return Subject(save, (lambda: None) if whole else lambda: filled(3), load, use, content)
 
 
+def _folder(filled: Callable[[Any, int], Any], add: Any, draw: Any) -> Subject:
+    """The folder of a buffer, which is opened in a copy of its own."""
+
+    def save(folder: Path) -> list[Path]:
+        buffer = filled(folder / "rows", 7)
+        draw(buffer)
+        del buffer
+        gc.collect()
+        (folder / "rows" / on_disk.LOCK).unlink()
+        return [folder / "rows" / on_disk.MANIFEST, *sorted((folder / "rows").glob("*.bin"))]
+
+    def load(target: Any, path: Path) -> Any:
+        copy = path.parent / "again"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        for file in path.parent.glob("*.*"):
+            shutil.copy(file, copy)
+        try:
+            return filled(copy, 0)
+        finally:
+            gc.collect()  # of what was opened in vain
+
+    def use(buffer: Any, path: Path) -> None:
+        for t in range(9):
+            for call in (draw, lambda buffer: buffer[:], lambda buffer, t=t: add(buffer, t)):
+                # What columns of a manifest make of it may take other rows.
+                with contextlib.suppress(EmptyBufferError, SpecError), unless_empty():
+                    call(buffer)
+
+    return Subject(save, lambda: None, load, use, lambda _: None)
+
+
 def _state_dict(filled: Callable[[int], Any], add: Any, draw: Any) -> Subject:
     """A state that the program has read itself, from a file of torch's."""
     base = _buffer(filled, add, draw, ".npz")
@@ -368,6 +404,30 @@ def _buffers() -> dict[str, tuple[Any, Any, Any]]:
     return found
 
 
+def _folders() -> dict[str, Subject]:
+    """Folders of rows, raw and compressed."""
+    found = {}
+    for what, compression in (("", None), ("compressed ", FRAMES), ("limited ", Compression(FRAMES, 16 * 320))):
+        for cls, sizes, n in ((ReplayBuffer, (6,), 1), (VectorReplayBuffer, (10, 2), 2)):
+            _, add, draw = _tianshou(None, n, stacked=n > 1)
+
+            def filled(
+                path: Path,
+                n_added: int,
+                cls: Any = cls,
+                sizes: Any = sizes,
+                compression: Any = compression,
+                add: Any = add,
+            ) -> Any:
+                buffer = cls(*sizes, stack_num=2, n_step=2, path=path, compression=compression)
+                for t in range(n_added):
+                    add(buffer, t)
+                return buffer
+
+            found[f"{cls.__name__} {what}folder.rows"] = _folder(filled, add, draw)
+    return found
+
+
 def subjects() -> dict[str, Subject]:
     """Everything, by name; the kind of file is what the name ends in."""
     torch.manual_seed(0)
@@ -380,6 +440,7 @@ def subjects() -> dict[str, Subject]:
             for suffix in (".npz", ".pt", ".csv"):
                 found[f"{kind}.{cls}{suffix}"] = _memory(kind, cls, suffix)
     found["RayReplay.folder"] = _shards()
+    found |= _folders()
     for name, (filled, add, draw) in _buffers().items():
         for suffix in (".npz", ".pt", ".h5"):
             found[f"{name}{suffix}"] = _buffer(filled, add, draw, suffix)

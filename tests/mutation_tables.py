@@ -21,6 +21,8 @@ from mutations import (
     change_content,
     change_csv,
     change_folder,
+    change_manifest,
+    change_rows,
     change_state,
     read,
 )
@@ -236,6 +238,8 @@ OBJECTS: list[Callable[[Any, str, Any, Path], Any]] = [
 
 def changes_of(path: Path, suffix: str) -> list[Callable[[Path, Rng], None]]:
     """The changes that a file of a subject of this kind can be given."""
+    if suffix == ".rows":
+        return [change_manifest if path.suffix == ".json" else change_rows] * 3 + [change_bytes]
     if path.suffix == ".json":
         return [change_folder if suffix == ".folder" else change_beside] * 3 + [change_bytes]
     if suffix == ".state":

@@ -5,6 +5,7 @@ Each takes a file of one kind and a generator of random numbers, and changes the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import zlib
@@ -17,6 +18,7 @@ import torch
 
 from rlstructs.files import archives, layout
 from rlstructs.files.hdf5 import write_h5
+from rlstructs.replay.rows import on_disk
 
 Rng = random.Random
 
@@ -300,6 +302,29 @@ def change_folder(path: Path, rng: Rng) -> None:
     header = change_json(json.loads(json.loads(path.read_text())["header"]), rng)
     checksum = zlib.crc32(header.encode("utf-8", "replace"))
     path.write_text(json.dumps({"checksum": checksum, "header": header.encode("utf-8", "replace").decode()}))
+
+
+def change_manifest(path: Path, rng: Rng) -> None:
+    """Changes the manifest of a folder of rows, with a checksum that is right."""
+    text = change_json(json.loads(path.read_text()), rng)
+    with contextlib.suppress(ValueError, RecursionError):
+        tree = json.loads(text)
+        text = json.dumps({**tree, on_disk.CHECKSUM: on_disk.checksum_of(tree)})
+    path.write_text(text)
+
+
+def change_rows(path: Path, rng: Rng) -> None:
+    """Changes numbers of a file of rows, or exchanges it for another one of the folder."""
+    if rng.random() < 0.2:
+        path.write_bytes(rng.choice(sorted(path.parent.glob("*.bin"))).read_bytes())
+        return
+    data = path.read_bytes()
+    width = rng.choice([each for each in (8, 4, 1) if len(data) >= each])
+    numbers = np.frombuffer(data[: len(data) // width * width], f"i{width}").copy()
+    for _ in range(rng.choice([1, 1, 3])):
+        at, limits = rng.randrange(numbers.size), np.iinfo(numbers.dtype)
+        numbers[at] = min(max(int(np.nan_to_num(nearby(int(numbers[at]), rng))), limits.min), limits.max)
+    path.write_bytes(numbers.tobytes() + data[numbers.nbytes :])
 
 
 def change_state(path: Path, rng: Rng) -> None:

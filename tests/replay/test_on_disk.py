@@ -33,7 +33,7 @@ from rlstructs.replay import (
 )
 from rlstructs.replay.rows import compressed, on_disk, step_writer
 from rlstructs.replay.rows.folder import make_storage
-from rlstructs.replay.rows.lanes import LANE, SLOT
+from rlstructs.replay.rows.lanes import FLOOR, HEAD, LANE, SLOT
 from rlstructs.replay.rows.spec import Spec
 
 FRAME = Spec(np.dtype(np.uint8), (20, 20))
@@ -402,6 +402,13 @@ def change_places(path):
     numbers.tofile(path / file)
 
 
+def change_numbers(path, name, dtype, at, number):
+    file = path / json.loads((path / on_disk.MANIFEST).read_text())[name]
+    numbers = np.fromfile(file, dtype)
+    numbers[at] = number
+    numbers.tofile(file)
+
+
 PACKED = {"compression": {"obs": "zstd"}}
 DAMAGES = {
     "version": (lambda path: change(path, version=9), "is version 9 of 'rlstructs rows', expected version 1"),
@@ -413,6 +420,13 @@ DAMAGES = {
     "columns": (lambda path: change(path, columns={"obs": 3}), "store.json: TypeError"),
     "a name": (change_a_name, "its checksum is another one; it is damaged"),
     "small rows": (read_small_rows, "column 'act' is too small to be read by row: 8 bytes"),
+    "deep": (lambda path: (path / on_disk.MANIFEST).write_text("[" * 100_000), "store.json: "),
+    "long": (lambda path: change(path, kind="x" * 5000), r"holds .{,600}, this memory is"),
+    "counters": (lambda path: change_numbers(path, "counters", np.int64, HEAD, 1 << 62), "<= base <= head <= reserved"),
+    "floors": (lambda path: change_numbers(path, "counters", np.int64, FLOOR, -1), "0 <= floor <= head"),
+    "episodes": (
+        lambda path: change_numbers(path, "episodes", np.int32, 6, 5), "steps and lengths of its episodes contradict"
+    ),
     "no counters": (lambda path: change(path, counters="../x"), "'../x' is no name of a file"),
     "packed places": (change_places, "the places of the compressed rows of 'obs' make no sense"),
     "packed column": (change_to_raw, "store.json: KeyError: 'files'"),

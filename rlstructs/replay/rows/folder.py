@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlstructs.checks import DTYPES, UNKNOWN
+from rlstructs.checks import UNKNOWN, clean_text
 from rlstructs.errors import FileError, SpecError
+from rlstructs.replay.keep.checks import check_counters, check_episodes, spec_in
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.compressed import CompressedBlock
 from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
-from rlstructs.replay.rows.lanes import ALL, EDITS, LANE, REWRITES, Counters
+from rlstructs.replay.rows.lanes import ALL, EDITS, FLOOR, HEAD, LANE, REWRITES, Counters
 from rlstructs.replay.rows.linked import LinkedColumns, make_link
 from rlstructs.replay.rows.on_disk import CHECKSUM, MANIFEST, Disk, Existing, FileBlock, checksum_of
 from rlstructs.replay.rows.records import Record
@@ -73,7 +75,8 @@ def _open(storage: Storage, disk: Disk, kind: str) -> None:
         except FileError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise FileError(f"{disk.path / MANIFEST}: {type(error).__name__}: {error}") from error
+            text = f"{disk.path / MANIFEST}: {type(error).__name__}: {clean_text(error)}"
+            raise FileError(text) from error
     kept = weakref.ref(storage)  # a clock lives no longer than its store, but may be collected later
 
     def write() -> None:
@@ -109,12 +112,12 @@ def _restore(storage: Storage, disk: Disk, held: Mapping[str, Any], sizes: Mappi
     """Makes a new store use the files of a manifest."""
     where = disk.path / MANIFEST
     if held.get("format") != FORMAT or held.get("version") != VERSION:
-        text = f"version {held.get('version')!r} of {held.get('format')!r}"
+        text = clean_text(f"version {held.get('version')!r} of {held.get('format')!r}")
         raise FileError(f"{where}: is {text}, expected version {VERSION} of {FORMAT!r}")
     if held.get(CHECKSUM) != checksum_of(held):
         raise FileError(f"{where}: its checksum is another one; it is damaged")
     if (own := {name: held.get(name) for name in sizes}) != sizes:
-        raise FileError(f"{where}: holds {_shown(own)}, this memory is {_shown(sizes)}")
+        raise FileError(f"{where}: holds {clean_text(_shown(own))}, this memory is {_shown(sizes)}")
     columns = storage.columns
     assert isinstance(columns, LinkedColumns)
     storage.counters = Counters(columns.n_lanes, Existing(disk, held["counters"]))
@@ -156,22 +159,28 @@ def _restore_columns(columns: LinkedColumns, disk: Disk, held: Mapping[str, Any]
 def _settle(storage: Storage) -> None:
     """Ends the episodes of the program that is gone."""
     ring, counters = storage.ring, storage.counters
-    if (ring.base > ring.head).any() or (ring.head > ring.reserved).any() or (ring.base < 0).any():
-        raise ValueError("its counters make no sense")
+    held = ring.counters.copy()
+    held[FLOOR] = np.minimum(held[FLOOR], held[HEAD])  # rows of workers may have been taken back
+    check_counters(held, ring.n_lanes, ring.capacity)
+    ring.floor[...] = held[FLOOR]
+    if storage.episodes is not None:
+        storage.episodes.reopen(np.flatnonzero(ring.reserved > ring.head))
+        check_episodes(storage.episodes.columns.cells[EPISODE], ring)
     storage.clock.expose(False)
     storage.clock.count(REWRITES, EDITS)
     ring.skip_lost(ALL)
     counters.continuity.restore(np.full(ring.n_lanes, UNKNOWN), ring.head)
     if storage.episodes is not None:
-        storage.episodes.reopen(np.flatnonzero(ring.reserved > ring.head))
         storage.end_episodes()
 
 
 def _spec(name: str, each: Mapping[str, Any]) -> Spec:
-    dtype, shape = each["dtype"], tuple(each["shape"])
-    if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"column {name!r} is {dtype!r} {shape!r}")
-    return Spec(np.dtype(dtype), shape, each["fill"], bool(each["is_bfloat16"]))
+    spec, fill = spec_in(name, each["dtype"], each["shape"], each["is_bfloat16"]), each["fill"]
+    if spec.is_object or type(fill) not in (type(None), bool, int, float):
+        raise ValueError(f"column {name!r} is {spec.dtype}, and unwritten rows {fill!r}")
+    if fill is not None:
+        spec.dtype.type(fill)  # raises unless a row can have it
+    return replace(spec, fill=fill)
 
 
 def _shown(sizes: Mapping[str, Any]) -> str:

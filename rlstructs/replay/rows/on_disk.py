@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import clean_text
 from rlstructs.errors import FileError, SpecError, StateError
 from rlstructs.files.opening import parse_json, read_bytes
 from rlstructs.replay.rows.backing import Backing, Block
@@ -95,8 +96,8 @@ class Disk(Backing):
             if not isinstance(held, dict):
                 raise ValueError("expected an object")
             return held
-        except ValueError as error:
-            raise FileError(f"{self.path / MANIFEST}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise FileError(f"{self.path / MANIFEST}: {clean_text(error)}") from error
 
     def write(self, manifest: dict[str, Any]) -> None:
         """Writes a manifest, if it is another, then removes the files that it does not name."""
