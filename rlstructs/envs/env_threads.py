@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import os
 import queue
 import sys
 import threading
@@ -20,7 +21,7 @@ import torch
 
 from rlstructs.envs.array_values import copy_value
 from rlstructs.envs.stepping import NO_RESULT, read_reset
-from rlstructs.errors import EnvTimeout
+from rlstructs.errors import EnvTimeout, StateError
 from rlstructs.workers.failures import add_note
 
 # Seconds between two looks at whether a wait is to end.
@@ -93,6 +94,7 @@ class EnvThreads:
         self.returned: list[Call] = []
         self._answers: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._threads: dict[int, _Thread] = {}
+        self._pid = os.getpid()
         self._left = set[int]()  # the environments whose thread hangs and was left
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,8 +125,13 @@ class EnvThreads:
             max_wait: the seconds after the first of them in which the others have to return; None for any number.
             until: the time at which to stop waiting; None for no such time.
             is_over: called at times; the wait ends if it returns True.
+
+        Raises:
+            StateError: a call was under way when this process was forked.
         """
         self._receive_all()
+        if self._pid != os.getpid() and (lost := [k for k in self.under_way if not self._threads[k].is_alive()]):
+            raise StateError(f"environments {sorted(lost)} were in a step when this process was forked")
         n, first = min(n, len(self.returned) + len(self.under_way)), monotonic() if self.returned else None
         while len(self.returned) < n:
             now = monotonic()
@@ -170,7 +177,7 @@ class EnvThreads:
         return next(iter(self.under_way.values())).began
 
     def _thread(self, k: int) -> _Thread:
-        if k not in self._threads:
+        if k not in self._threads or not self._threads[k].is_alive():  # a fork has only the thread that made it
             self._threads[k] = _Thread(k)
         return self._threads[k]
 
@@ -226,6 +233,10 @@ class _Thread:
         """Ends the thread after the calls that it was given."""
         self._inbox.put(None)
 
+    def is_alive(self) -> bool:
+        """Whether the thread still runs, in this process."""
+        return self._thread.is_alive()
+
     def show(self) -> str:
         """Where the thread is, as lines of a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -233,8 +244,10 @@ class _Thread:
 
 
 def _close(close: Callable[[int, Any], None], k: int, env: Any, is_done: threading.Event) -> None:
-    close(k, env)
-    is_done.set()
+    try:
+        close(k, env)
+    finally:
+        is_done.set()
 
 
 def _serve(inbox: queue.SimpleQueue[Callable[[], object] | None]) -> None:

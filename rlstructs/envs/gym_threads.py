@@ -148,12 +148,12 @@ class GymEnvThreads(GymEnvInf):
 
         One that does not return from its step within half a second is closed from another thread, and left.
         """
-        errors: dict[int, Exception] = {}
+        errors: dict[int, BaseException] = {}
 
         def close(k: int, env: Any) -> None:
             try:
                 env.close()
-            except Exception as error:
+            except BaseException as error:  # SystemExit too
                 errors[k] = error
 
         hanging = self._threads.close(self._envs, close, LAST_SECONDS)

@@ -35,7 +35,7 @@ NO_RESULT = object()
 BLOCK, MOST_ACTIONS = 1000, 1_000_000
 
 
-def add_origin(error: Exception, call: str, env: Any, k: int | None = None) -> None:
+def add_origin(error: BaseException, call: str, env: Any, k: int | None = None) -> None:
     """Adds a note with the environment's name to its error, if it has none.
 
     Args:

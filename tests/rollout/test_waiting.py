@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import os
 import random
+import signal
 import sys
 import threading
 
@@ -28,6 +30,7 @@ from rlstructs import (
     RandomAgent,
     RL_Batcher,
     SpecError,
+    StateError,
     TemporalDictTensor,
     Trajectories,
     WorkerError,
@@ -161,6 +164,48 @@ def test_close_reaches_environments_whose_step_is_under_way():
     env.close()
     wait_until(lambda: {*closed} == {envs[0], envs[2]})
     gate.set()
+
+
+def test_what_ends_a_thread_while_its_environment_is_closed_is_raised():
+    class Exiting(Failing):
+        def close(self):
+            raise SystemExit(3)
+
+    env = GymEnvThreads([Failing(""), Exiting("")], 0)
+    env.reset()
+    with pytest.raises(SystemExit, match="3"):
+        env.close()
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_forked_copy_does_not_wait_for_threads_that_it_has_not(is_under_way):
+    gate = threading.Event()
+
+    class Gated(Failing):
+        def step(self, action):
+            assert not is_under_way or gate.wait(60)
+            return super().step(action)
+
+    env, action = GymEnvThreads([Gated(""), Gated("")], 0), DictTensor({"action": torch.zeros(2, dtype=torch.int64)})
+    env.reset()
+    if is_under_way:
+        env.start_rows(np.arange(2), action)
+    if not (child := os.fork()):
+        signal.alarm(60)
+        try:
+            if is_under_way:
+                with pytest.raises(StateError, match=r"environments \[0, 1\] were in a step when"):
+                    env.step(action)
+            else:
+                env.step(action)
+            env.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.set()
+    env.step(action)
+    env.close()
 
 
 def test_threads_end_with_their_environments():
