@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
+import sys
+from importlib.metadata import version
 
 # Threads of torch that wait for work would keep turning, on cores that other tests, workers and programs need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -32,6 +35,10 @@ os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 # Fixes the default: torchrl sets another one when it is imported, unless there is one.
 multiprocessing.get_start_method()
 
+# minari and tianshou 2 have no release for Python 3.10.
+if sys.version_info < (3, 11):
+    collect_ignore_glob = ["integrations/test_minari.py", "integrations/test_tianshou*.py"]
+
 # By default hypothesis fails what takes more than 200 ms, which on a busy machine anything may.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
@@ -56,6 +63,24 @@ def pytest_collection_modifyitems(config, items):
     result = yield  # those of the other part are left out
     items[:] = parts.deal(items, getattr(config, "workerinput", {"workercount": 1})["workercount"])
     return result
+
+
+# What torch 2.7 and Warp 1.11, the lowest that the tests' packages take, lack on a CPU.
+LACKING = [
+    ("torch", "2.7.", re.compile(r"\"(index|where)_cpu\" not implemented for '(UInt(16|32|64)|Float8_\w+)'")),
+    ("warp-lang", "1.11.", re.compile("is bfloat16, which warp lacks|module 'warp' has no attribute 'bfloat16'")),
+]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except Exception as error:
+        for package, lowest, message in LACKING:
+            if message.search(str(error)) and version(package).startswith(lowest):
+                pytest.skip(f"{package} {version(package)}: {error}")
+        raise
 
 
 @pytest.hookimpl(tryfirst=True)  # after xdist's own hook no other is called

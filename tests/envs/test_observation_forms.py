@@ -6,6 +6,7 @@ import array
 import collections
 import enum
 import functools
+import inspect
 import itertools
 import threading
 import types
@@ -307,14 +308,17 @@ EDGES = {
     "Box (0,)": Box((0,)),
     "Box (3, 0)": Box((3, 0)),
     "Box (0, 3)": Box((0, 3)),
-    "Discrete of int8": spaces.Discrete(100, start=20, dtype=np.int8),
-    "Discrete of uint8": spaces.Discrete(9, dtype=np.uint8),
-    "Discrete of >i4": spaces.Discrete(9, start=-4, dtype=">i4"),
     "MultiDiscrete of >i4": spaces.MultiDiscrete([3, 4], dtype=np.dtype(">i4"), start=[-1, 5]),
     "MultiDiscrete, 2 axes": spaces.MultiDiscrete([[3, 4], [2, 2]], start=[[1, 2], [-3, 4]]),
     "MultiBinary, 2 axes": spaces.MultiBinary((2, 3)),
     "empty ones within": spaces.Dict(a=spaces.Dict(), b=spaces.Dict(c=Box((0,)), d=spaces.Tuple([Box(())]))),
 }
+if "dtype" in inspect.signature(spaces.Discrete).parameters:  # not in gymnasium 1.1
+    EDGES |= {
+        "Discrete of int8": spaces.Discrete(100, start=20, dtype=np.int8),
+        "Discrete of uint8": spaces.Discrete(9, dtype=np.uint8),
+        "Discrete of >i4": spaces.Discrete(9, start=-4, dtype=">i4"),
+    }
 
 
 @every_surface

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from functools import partial
 
 import gymnasium
@@ -38,7 +39,7 @@ SPACES = {dtype: Box(0, 1 if dtype == "bool" else 100, (2,), dtype) for dtype in
     "half": Box(0, np.inf, (2,)), "image": Box(0, 255, (4, 5, 3), np.uint8), "grey": Box(0, 255, (4, 5, 1), np.uint8),
     "channels_first": Box(0, 255, (3, 4, 5), np.uint8), "matrix": Box(0, 255, (4, 3), np.uint8),
     "float_image": Box(0, 255, (4, 5, 3), np.float32), "dark_image": Box(0, 254, (4, 5, 3), np.uint8),
-    "discrete": Discrete(3), "discrete_int32": Discrete(3, dtype=np.int32), "constant": Discrete(1),
+    "discrete": Discrete(3), "constant": Discrete(1),
     "binary": MultiBinary(4), "multi": MultiDiscrete([2, 3]), "multi_equal": MultiDiscrete([3, 3]),
     "multi_int32": MultiDiscrete([2, 3], dtype=np.int32), "multi_2d": MultiDiscrete([[2, 3], [2, 3]]),
     "tuple": Tuple([PLAIN, PLAIN]), "tuple_of_one": Tuple([PLAIN]), "tuple_discrete": Tuple([TWO, TWO]),
@@ -49,6 +50,8 @@ SPACES = {dtype: Box(0, 1 if dtype == "bool" else 100, (2,), dtype) for dtype in
     "state": Dict(state=Box(-1, 1, (3,))), "state_and_more": Dict(frame=PLAIN, state=Box(-1, 1, (3,))),
     "state_and_observation": Dict(state=Box(-1, 1, (3,)), observation=PLAIN), "state_dict": Dict(state=Dict(x=PLAIN)),
 }  # fmt: skip
+if "dtype" in inspect.signature(Discrete).parameters:  # not in gymnasium 1.1
+    SPACES["discrete_int32"] = Discrete(3, dtype=np.int32)
 # With a start, torchrl returns what the environment returned and draws actions from 0, if they are not one-hot.
 STARTS = {"start": Discrete(3, start=2), "multi_start": MultiDiscrete([2, 3], start=[1, 1])}
 ONLY_OBSERVED = {"dict_empty": Dict(), "dict_action": Dict(action=PLAIN, x=PLAIN)}

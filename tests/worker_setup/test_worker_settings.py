@@ -212,8 +212,8 @@ PRECISIONS = {
     "tf32": set_attribute(torch.backends.cuda.matmul, "allow_tf32", True),
     "no tf32": set_attribute(torch.backends.cudnn, "allow_tf32", False),
     "newer, all": set_attribute(torch.backends, "fp32_precision", "tf32"),
-    "newer, one": set_attribute(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
-    "newer, mkldnn": set_attribute(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "newer, one": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "newer, mkldnn": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
     "older and newer": lambda: (
         torch.set_float32_matmul_precision("high"),
         setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"),
