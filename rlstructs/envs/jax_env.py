@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,9 @@ from rlstructs.workers.public_names import set_module
 jnp = jax.numpy
 # Keys are folded with uint32 numbers, two for each step.
 N_COUNTS = 2**31
+# Bytes of a row from which on each step writes it where it stays. Smaller ones are transposed at the end, which costs
+# less than scattered writes.
+WIDE = 64
 
 
 class Batch(NamedTuple):
@@ -346,7 +350,7 @@ def _run_steps(
         `_observation/k` -> (E, T, ...).
     """
 
-    def advance(carried: Any, t: Any) -> Any:
+    def act_and_step(carried: Any, t: Any) -> Any:
         states, seen, state = carried
         output, state = policy(inputs, t, state, seen, agent_info)
         _check_actions({f"last_{key}": spec for key, spec in _action_specs(functions).items()},
@@ -359,5 +363,24 @@ def _run_steps(
         steps = {f"{part}/{key}": column for part, columns in parts.items() for key, column in columns.items()}
         return (states, following, state), steps
 
-    carried, steps = jax.lax.scan(advance, (batch.states, seen, state), jnp.arange(n_timesteps, dtype=jnp.uint32))
-    return carried, {name: column.swapaxes(0, 1) for name, column in steps.items()}
+    def advance(carried: Any, t: Any) -> Any:
+        carried, columns = carried
+        carried, steps = act_and_step(carried, t)
+        columns = {
+            name: jax.lax.dynamic_update_index_in_dim(column, steps.pop(name), t, 1) for name, column in columns.items()
+        }
+        return (carried, columns), steps
+
+    begun = batch.states, seen, state
+    columns = _make_columns(jax.eval_shape(act_and_step, begun, jnp.uint32(0))[1], n_timesteps)
+    (carried, columns), steps = jax.lax.scan(advance, (begun, columns), jnp.arange(n_timesteps, dtype=jnp.uint32))
+    return carried, {**columns, **{name: column.swapaxes(0, 1) for name, column in steps.items()}}
+
+
+def _make_columns(rows: dict[str, Any], n_timesteps: int) -> dict[str, Any]:
+    """Makes columns (E, T, ...) for the wide ones of these rows, shapes of (E, ...)."""
+    return {
+        name: jnp.zeros((row.shape[0], n_timesteps, *row.shape[1:]), row.dtype)
+        for name, row in rows.items()
+        if math.prod(row.shape[1:]) * row.dtype.itemsize >= WIDE
+    }

@@ -48,8 +48,14 @@ def start(batcher):
     return batcher
 
 
-def test_one_compiled_call_gives_the_rows_of_an_agent_and_environments_that_are_called_step_by_step():
-    with make_batcher() as compiled, make_batcher(cls=Stepping) as stepped:
+# Where each step is written: to its place if rows are wide. Another T, as what is compiled is kept.
+@pytest.mark.parametrize(("wide", "n_timesteps"), [(64, 7), (1, 8)])
+def test_one_compiled_call_gives_the_rows_of_an_agent_and_environments_that_are_called_step_by_step(
+    monkeypatch, wide, n_timesteps
+):
+    monkeypatch.setattr("rlstructs.envs.jax_env.WIDE", wide)
+    sizes = {"n_timesteps": n_timesteps}
+    with make_batcher(**sizes) as compiled, make_batcher(cls=Stepping, **sizes) as stepped:
         for one, other in zip(play(start(compiled)), play(start(stepped)), strict=True):
             assert_same(one, other)
         seen = one.trajectories
