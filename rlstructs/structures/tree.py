@@ -226,7 +226,7 @@ class TensorMap(Structure):
             return self._tensors[key]
         except (KeyError, TypeError):  # a list or a slice has no hash
             error = missing_key_error(type(self).__name__, key, self._tensors)
-            if not isinstance(key, str):
+            if not isinstance(key, str) and hasattr(self, "index"):  # packs have no rows
                 error = MissingKeyError(f"{error}; rows are taken by .index({key!r})")
             raise error from None
 

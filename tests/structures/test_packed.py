@@ -486,6 +486,8 @@ def test_packs_are_structures(tmp_path):
             assert loaded == pack and torch.equal(loaded.first_steps, pack.first_steps)
         assert PackedTrajectories.from_numpy(pack.numpy()) == pack
     assert len(pack) == 0 and "n" in pack and pack.get(["n"]).keys() == {"n"}
+    with pytest.raises(MissingKeyError, match=r"no key 0, there are \['n'\]$"):  # and no advice to call `index`
+        pack.get(["n"])[0]
 
 
 @pytest.mark.parametrize("library", ["jax", "warp"])
