@@ -77,7 +77,7 @@ class Timeline:
     """
 
     def __init__(self, path: str | Path, board: Board) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - until `close`
+        self._file = open(Path(path), "wb")  # noqa: SIM115 - until `close`
         facts, own = board.facts, BoardRecording(board)
         self._error: OSError | None = None
         self._pid, self._start, self.n_lost = facts["pid"], perf_counter_ns(), 0

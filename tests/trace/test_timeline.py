@@ -346,6 +346,11 @@ def test_a_file_that_cannot_be_written_changes_nothing(tmp_path):
     with batcher_of(waiting(1, 0.0)) as batcher:
         with pytest.raises(FileNotFoundError), batcher.trace(tmp_path / "none" / "run.json"):
             pass
+        with open(tmp_path / "other", "wb") as file:  # an open file's number is no path
+            with pytest.raises(TypeError), batcher.trace(file.fileno()):
+                pass
+            file.write(b"whole")
+        assert (tmp_path / "other").read_bytes() == b"whole"
         with batcher.trace(tmp_path / "run.json"):
             pass
 
