@@ -31,6 +31,7 @@ FENCE, TITLED, OUTPUT, SHELL = "```python", "```python title=", "```text", "```s
 END_OF_BLOCK = "-- end of a block --"
 # What makes a command of the pages small; those that begin otherwise are an error. The last value of an option counts.
 SMALL = {
+    "python benchmarks/adoption.py": "--rows cleanrl-ppo --n-envs 2 --repeats 1 --steps 256",
     "python benchmarks/checkpoints.py": "--n-rows 2000 --repeats 1 --n-saves 1",
     "python benchmarks/curves.py": "--contenders ours dummy --seeds 0 --n-steps 2048 --out curve.png",
     "python benchmarks/feeding.py": "--rows cartpole-64 --repeats 1 --rollouts 1",
