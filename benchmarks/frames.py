@@ -1,13 +1,15 @@
 """How much does a replay of frames take, and what does it cost to compress them?
 
     python benchmarks/frames.py [--steps 100000] [--games Pong Breakout MsPacman] [--parts bytes draws collecting]
+    python benchmarks/frames.py --games CartPole-v1     # 64x64x3 renderings
 
-Parallel workers play Atari games, 84x84 grey frames; what acts holds a random action for a random time, so that things
-move. Each contender is a process of its own that reads the same rollouts and keeps them for stacks of four and their
-next observations: rlstructs raw and compressed, and what is installed of torchrl's `CompressedListStorage` and
-`sb3-extra-buffers`, which keep a stack before and one after each step. Bytes are what the process holds more than
-before, by step; times are those of its processors. Per step the figures are the same from some ten thousand steps on,
-but for what 8 bytes of bookkeeping and a segment of 64 kB of each environment add.
+Parallel workers play Atari games, 84x84 grey frames, or environments of gymnasium that are rendered; what acts holds a
+random action for a random time, so that things move. Each contender is a process of its own that reads the same
+rollouts and keeps them for stacks of four and their next observations: rlstructs raw and compressed, in memory and on
+the disk, and what is installed of torchrl's `CompressedListStorage` and `sb3-extra-buffers`, which keep a stack before
+and one after each step. Bytes are what the process holds more than before, by step, and what its files take; times are
+those of its processors. Per step the figures are the same from some ten thousand steps on, but for what 8 bytes of
+bookkeeping and a segment of 64 kB of each environment add.
 
 Then, for the first game: a draw of raw stacks beside `numpy.take` of as many bytes, and what collecting into a
 compressed memory costs, fed by two workers, beside a raw one, in turns.
@@ -21,6 +23,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -39,12 +42,12 @@ from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, Trajectories
 from rlstructs.replay import VectorReplayBuffer
 
 STACK, BATCH = 4, 32
-FRAME = 84 * 84
 N_WORKERS, N_ENVS, N_TIMESTEPS = 2, 4, 64
 N_ALL = N_WORKERS * N_ENVS
 # Steps for which an action is held, at most.
 LONGEST = 16
-SETTINGS = {"rlstructs": None, "rlstructs zstd:1": "zstd:1", "rlstructs zstd": "zstd"}
+SETTINGS = {"rlstructs": None, "rlstructs zstd:1": "zstd:1", "rlstructs zstd": "zstd",
+            "rlstructs on disk": None, "rlstructs on disk, zstd": "zstd"}  # fmt: skip
 PARTS = ["bytes", "draws", "collecting"]
 # The bytes of a step at most, of rlstructs with zstd.
 MUST = {"Pong": 600, "Breakout": 700, "MsPacman": 1600}
@@ -67,7 +70,14 @@ class Mover(RL_Agent):
         return DictTensor({"action": action}), DictTensor({"action": action, "left": left})
 
 
+def make_rendered(env_id: str) -> gymnasium.Env:
+    env = gymnasium.wrappers.AddRenderObservation(gymnasium.make(env_id, render_mode="rgb_array"))
+    return gymnasium.wrappers.ResizeObservation(env, (64, 64))
+
+
 def create_env(game: str, n_envs: int, seed: int) -> GymEnvInf:
+    if "-v" in game:
+        return GymEnvInf([make_rendered(game) for _ in range(n_envs)], seed)
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -112,15 +122,18 @@ def stacked(folder: Path) -> Iterator[dict[str, np.ndarray]]:
             yield {"obs": stacks, "next": following, "action": steps["action/action"][:, t],
                    "reward": steps["_observation/reward"][:, t], "done": done}  # fmt: skip
             begins = steps["observation/frame"][:, t + 1] if t + 1 < N_TIMESTEPS else after
-            stacks = np.where(done[:, None, None, None], np.repeat(begins[:, None], STACK, axis=1), following)
+            stacks = np.where(
+                done.reshape(-1, *[1] * (stacks.ndim - 1)), np.repeat(begins[:, None], STACK, axis=1), following
+            )
 
 
-def of_rlstructs(name: str, n: int) -> tuple[Any, Callable[[Path], Iterator[Any]], Callable[[Any], Any]]:
-    buffer = VectorReplayBuffer(n, N_ALL, stack_num=STACK, compression=SETTINGS[name])
+def of_rlstructs(name: str, n: int, folder: Path) -> tuple[Any, Any, Callable[[Any], Any]]:
+    path = folder if "disk" in name else None
+    buffer = VectorReplayBuffer(n, N_ALL, stack_num=STACK, compression=SETTINGS[name], path=path)
     return buffer, rollouts, buffer.add_trajectories
 
 
-def of_torchrl(name: str, n: int) -> tuple[Any, Callable[[Path], Iterator[Any]], Callable[[Any], Any]]:
+def of_torchrl(name: str, n: int, folder: Path) -> tuple[Any, Callable[[Path], Iterator[Any]], Callable[[Any], Any]]:
     from tensordict import TensorDict
     from torchrl.data import CompressedListStorage, ReplayBuffer
 
@@ -132,10 +145,12 @@ def of_torchrl(name: str, n: int) -> tuple[Any, Callable[[Path], Iterator[Any]],
     return buffer, stacked, add
 
 
-def of_extra_buffers(name: str, n: int) -> tuple[Any, Callable[[Path], Iterator[Any]], Callable[[Any], Any]]:
+def of_extra_buffers(
+    name: str, n: int, folder: Path
+) -> tuple[Any, Callable[[Path], Iterator[Any]], Callable[[Any], Any]]:
     from sb3_extra_buffers.compressed import CompressedReplayBuffer, find_buffer_dtypes
 
-    frames = gymnasium.spaces.Box(0, 255, (STACK, 84, 84), np.uint8)
+    frames = gymnasium.spaces.Box(0, 255, (STACK, *shape_of(folder)), np.uint8)
     dtypes = find_buffer_dtypes(frames.shape, np.uint8, METHODS[name])
     buffer = CompressedReplayBuffer(n, frames, gymnasium.spaces.Discrete(18), "cpu", N_ALL, dtypes=dtypes,
                                     compression_method=METHODS[name], handle_timeout_termination=False)  # fmt: skip
@@ -162,17 +177,28 @@ def resident() -> int:
     return int(info.rss - info.shared)
 
 
+def shape_of(folder: Path) -> tuple[int, ...]:
+    """The shape of the frames in a folder, or in the one around it."""
+    first = min([*folder.glob("*.npz"), *folder.parent.glob("*.npz")])
+    return tuple(Trajectories.load(first)["observation/frame"].shape[2:])
+
+
 def contend(name: str, folder: Path, repeats: int) -> dict[str, float]:
     """Keeps the rollouts of a folder: bytes and microseconds of a step, microseconds of a draw."""
     torch.set_num_threads(1)
     n = len(list(folder.glob("*.npz"))) * N_ALL * N_TIMESTEPS
-    buffer, read, add = CONTENDERS[name](name, N_ALL * N_TIMESTEPS)
+    with tempfile.TemporaryDirectory(dir=folder) as few, tempfile.TemporaryDirectory(dir=folder) as all_rows:
+        return keep(name, folder, repeats, n, (Path(few), Path(all_rows)))
+
+
+def keep(name: str, folder: Path, repeats: int, n: int, rows: tuple[Path, Path]) -> dict[str, float]:
+    buffer, read, add = CONTENDERS[name](name, N_ALL * N_TIMESTEPS, rows[0])
     for item in itertools.islice(read(folder), N_TIMESTEPS):  # what is taken once
         add(item)
     buffer.sample(BATCH)
     del buffer, add, item
     before = resident()
-    buffer, read, add = CONTENDERS[name](name, n)
+    buffer, read, add = CONTENDERS[name](name, n, rows[1])
     spent = 0.0
     for item in read(folder):
         started = time.process_time()
@@ -180,7 +206,9 @@ def contend(name: str, folder: Path, repeats: int) -> dict[str, float]:
         spent += time.process_time() - started
     del item
     nbytes = resident() - before
-    return {"bytes": nbytes / n, "add": spent / n * 1e6, "draw": timed(lambda: buffer.sample(BATCH), repeats)}
+    on_disk = sum(512 * file.stat().st_blocks for file in rows[1].iterdir())
+    draw = timed(lambda: buffer.sample(BATCH), repeats)
+    return {"bytes": nbytes / n, "disk": on_disk / n, "add": spent / n * 1e6, "draw": draw}
 
 
 def timed(call: Callable[[], Any], repeats: int, seconds: float = 0.1) -> float:
@@ -198,14 +226,16 @@ def timed(call: Callable[[], Any], repeats: int, seconds: float = 0.1) -> float:
 
 def compare(game: str, folder: Path, repeats: int) -> None:
     n = len(list(folder.glob("*.npz"))) * N_ALL * N_TIMESTEPS
-    print(f"{game}, {n:,} steps; stacks before and after each step, raw, would take {2 * STACK * FRAME:,} bytes a step")
+    frame = math.prod(shape_of(folder))
+    print(f"{game}, {n:,} steps; stacks before and after each step, raw, would take {2 * STACK * frame:,} bytes a step")
     for name in CONTENDERS:
         command = [sys.executable, __file__, "--contender", name, "--folder", str(folder), "--repeats", str(repeats)]
         output = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
         found = json.loads(output.splitlines()[-1])  # others print, too
-        most = MUST.get(game) if name == "rlstructs zstd" else 1.1 * FRAME if name == "rlstructs" else None
+        most = MUST.get(game) if name == "rlstructs zstd" else 1.1 * frame if name == "rlstructs" else None
         verdict = "" if most is None else f", must {most:,.0f}: {'ok' if found['bytes'] <= most else 'TOO MUCH'}"
-        print(f"    {name:<32} {found['bytes']:>8,.0f} bytes a step, add {found['add']:>6,.0f} us a step, "
+        disk = f", {found['disk']:,.0f} on the disk" if found["disk"] else ""
+        print(f"    {name:<32} {found['bytes']:>8,.0f} bytes a step{disk}, add {found['add']:>6,.0f} us a step, "
               f"draw of {BATCH} {found['draw']:>7,.0f} us{verdict}", flush=True)  # fmt: skip
 
 
@@ -213,7 +243,7 @@ def compare_draws(folder: Path, repeats: int) -> None:
     """Draws of raw stacks beside `numpy.take` of as many bytes."""
     torch.set_num_threads(1)
     n = len(list(folder.glob("*.npz"))) * N_ALL * N_TIMESTEPS
-    buffer, read, add = of_rlstructs("rlstructs", n)
+    buffer, read, add = of_rlstructs("rlstructs", n, folder)
     for rollout in read(folder):
         add(rollout)
     frames, rng = np.random.default_rng(0).integers(0, 255, (n, 84, 84), np.uint8), np.random.default_rng(1)
