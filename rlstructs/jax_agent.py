@@ -41,7 +41,9 @@ N_COUNTS = 2**32
 
 @dataclass(frozen=True)
 class Policy:
-    """The pure function of an agent, for all environments; two of the same function are equal, and compiled once.
+    """The pure function of an agent, for all environments.
+
+    Two of the same function are equal, and compiled once.
 
     Attributes:
         act: see `JaxAgent`.
@@ -52,7 +54,9 @@ class Policy:
     takes_info: bool
 
     def __call__(self, inputs: Any, t: Any, state: Any, observation: Any, agent_info: Any) -> tuple[Any, Any]:
-        """Acts at the t-th step of a call; returns output and next state, arrays of B rows by name.
+        """Acts at the t-th step of a call.
+
+        Returns output and next state, arrays of B rows by name.
 
         Args:
             inputs: what `JaxAgent.take_inputs` returned.
@@ -127,7 +131,10 @@ class JaxAgent(RL_Agent):
         self._is_checked = False
 
     def pure_policy(self) -> Policy | None:
-        """The function that a compiled rollout calls; None for a subclass with steps of its own."""
+        """The function that a compiled rollout calls.
+
+        None for a subclass with steps of its own.
+        """
         return self._policy if type(self).__call__ is JaxAgent.__call__ else None
 
     def seed(self, seed: int) -> None:
@@ -161,7 +168,10 @@ class JaxAgent(RL_Agent):
         return output, after
 
     def take_inputs(self, n_timesteps: int) -> Any:
-        """Takes params, initial state, keys and the number of the first step, for this many steps."""
+        """Takes what this many steps need.
+
+        These are params, initial state, keys and the number of the first step.
+        """
         if self._count + n_timesteps > N_COUNTS:
             self._streams, self._count = (self._streams[0], self._streams[1] + 1), 0
             self._make_keys(len(self._keys))
@@ -196,7 +206,10 @@ class JaxAgent(RL_Agent):
             self._make_keys(n)
 
     def _make_keys(self, n: int) -> None:
-        """Makes the keys of n environments; the streams are their seed, and how many were used up."""
+        """Makes the keys of n environments.
+
+        The streams are their seed, and how many were used up.
+        """
         seed, number = self._streams
         self._keys = make_keys([agent_seed(one, number) for one in environment_seeds(seed, n)])
 

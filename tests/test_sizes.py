@@ -1,4 +1,7 @@
-"""Lines of code: 300 at most in a file of the library, 40 in a function, 520 in a class with all that it inherits."""
+"""Lines of code: 300 at most in a file of the library, 40 in a function, 520 in a class with all that it inherits.
+
+The first line of a docstring has 14 words at most.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_CLASS_LINES = 300, 40, 520
+MOST_FIRST_WORDS = 14
 
 # Longer than the limit: how many lines they have, which may only become fewer. Kernels of Warp have to be one function.
 LONG_FUNCTIONS = {
@@ -99,6 +103,22 @@ def _resolve(base, home):
     return home.get(base.id) if isinstance(base, ast.Name) else None
 
 
+def long_first_lines(texts):
+    """Path and first line of every docstring that begins with too many words."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for path, text in texts.items():
+        for node in ast.walk(tree_of(text)):
+            first = ((ast.get_docstring(node) if isinstance(node, kinds) else "") or "").split("\n\n")[0]
+            if len(first.split()) > MOST_FIRST_WORDS:
+                found.add(f"{path} {first}")
+    return found
+
+
+def test_no_first_line_is_too_long():
+    assert long_first_lines(library()) == set()
+
+
 def test_no_file_is_too_long():
     assert long_files(library()) == set()
 
@@ -120,6 +140,9 @@ def test_what_is_too_long_is_noticed():
         "short_function.py": f"def h():\n{body[:-13]}",
     }
     assert long_files(texts) == {"long.py"}
+    words = "w " * MOST_FIRST_WORDS
+    first_lines = {"long.py": f"'{words}w'", "short.py": f"'{words}'\ndef f():\n    '{words}\\n\\n{words}'"}
+    assert long_first_lines(first_lines) == {f"long.py {words}w"}
     assert long_functions(texts) == {
         "functions.py A.f": MOST_FUNCTION_LINES + 1,
         "functions.py g": MOST_FUNCTION_LINES + 1,

@@ -93,7 +93,10 @@ class Supervisor:
         return found
 
     def attach(self, slot_buffers: SlotBuffers, *own: list[Slots]) -> None:
-        """Gives every worker its slots; one job in this process gets the `own` ones of the transport."""
+        """Gives every worker its slots.
+
+        One job in this process gets the `own` ones of the transport.
+        """
         self._lasting["attach"] = (slot_buffers, *own)
         self.pool.call("attach", slot_buffers, *own)
 

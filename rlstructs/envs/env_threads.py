@@ -31,7 +31,9 @@ NO_ACTION = object()
 
 @dataclass
 class Call:
-    """A step, a reset, or a step and the reset that follows it, of environment k in its thread.
+    """A call of environment k in its thread.
+
+    It is a step, a reset, or a step and the reset that follows it.
 
     Attributes:
         k: the index of the environment.
@@ -118,7 +120,7 @@ class EnvThreads:
         until: float | None = None,
         is_over: Callable[[], bool] | None = None,
     ) -> None:
-        """Waits until n calls have returned and not been taken, or as many as there are.
+        """Waits until n calls, or all, have returned and not been taken.
 
         Args:
             n: the number of calls.
@@ -149,13 +151,18 @@ class EnvThreads:
             first = monotonic() if first is None and self.returned else first
 
     def take(self, only: Container[int] | None = None) -> list[Call]:
-        """Takes the calls that have returned, by environment, of all or `only` some of them."""
+        """Takes the calls that have returned, by environment.
+
+        Of all environments, or `only` of some.
+        """
         calls = sorted(self.returned, key=lambda call: call.k)
         self.returned = [] if only is None else [call for call in calls if call.k not in only]
         return calls if only is None else [call for call in calls if call.k in only]
 
     def close(self, envs: Sequence[Any], close: Callable[[int, Any], None], seconds: float) -> list[int]:
-        """Closes environments in their threads; returns those that do not return from a call in so many seconds.
+        """Closes environments in their threads.
+
+        Returns those that do not return from a call in so many seconds.
 
         Args:
             envs: the environments.
@@ -212,7 +219,10 @@ class EnvThreads:
 
 
 class _Thread:
-    """A thread that makes the calls it is given, until it is told to end, or nobody has this object any more."""
+    """A thread that makes the calls it is given.
+
+    It ends when it is told to, or when nobody has this object any more.
+    """
 
     def __init__(self, k: int) -> None:
         inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -28,7 +28,9 @@ LAST_SECONDS = 0.5
 
 @set_module("rlstructs")
 class GymEnvThreads(GymEnvInf):
-    """A `GymEnvInf` whose environments are each stepped in a thread of their own: for environments that wait.
+    """A `GymEnvInf` that steps each environment in a thread of its own.
+
+    It is meant for environments that wait.
 
     A simulator in another process, a game server or a robot lets its environment wait for an answer. In threads all of
     them wait at once. In a rollout of `RL_Batcher` the agent is called for the environments that are ready, and each
@@ -136,7 +138,10 @@ class GymEnvThreads(GymEnvInf):
         return self._take_step()
 
     def step_rows(self, action: DictTensor, target: Target | None = None) -> Step:
-        """Steps all at once, and returns rows of its own that stay valid until the next step."""
+        """Steps all at once.
+
+        The rows returned are its own, and stay valid until the next step.
+        """
         running = check_running(self._running)
         self._drop_calls()
         self.start_rows(running, action)
@@ -144,7 +149,9 @@ class GymEnvThreads(GymEnvInf):
         return self._take_step()[1]
 
     def close(self) -> None:
-        """Closes every environment in its thread, even if some raise; then raises the first error.
+        """Closes every environment in its thread, even if some raise.
+
+        Then raises the first error.
 
         One that does not return from its step within half a second is closed from another thread, and left.
         """
@@ -168,7 +175,10 @@ class GymEnvThreads(GymEnvInf):
         self._note_calls()
 
     def _drop_calls(self) -> None:
-        """Waits for all steps under way, and forgets them; makes environments anew that have failed."""
+        """Waits for all steps under way, and forgets them.
+
+        Makes environments anew that have failed.
+        """
         self._settle()
         for call in self._threads.take():
             if call.error is not None:
@@ -207,7 +217,10 @@ class GymEnvThreads(GymEnvInf):
         return observation
 
     def _explain(self, call: Call) -> Exception:
-        """Names environment and step in the error of a call; returns it, or raises one that ends the worker."""
+        """Names environment and step in the error of a call.
+
+        Returns it, or raises one that ends the worker.
+        """
         error = call.error
         if not isinstance(error, Exception):
             assert error is not None

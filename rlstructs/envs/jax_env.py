@@ -58,7 +58,9 @@ class Batch(NamedTuple):
 
 @set_module("rlstructs")
 class JaxEnv(RowDefaults):
-    """Environments that are pure functions of jax; each begins a new episode in the step that ends the last one.
+    """Environments that are pure functions of jax.
+
+    Each begins a new episode in the step that ends the last one.
 
     In `RL_Batcher`, with a `JaxAgent`, T steps of all of them are one compiled call. With any other agent, or in a
     wrapper, each step of all of them is one. Both give the same rows. Observations have the keys of `GymEnv`; dtypes
@@ -213,7 +215,9 @@ class JaxEnv(RowDefaults):
 
 
 class JaxEnvs:
-    """Makes `JaxEnv`s for `RL_Batcher.make`, all of a process of the same functions, which are compiled once.
+    """Makes `JaxEnv`s for `RL_Batcher.make`.
+
+    All of a process have the same functions, which are compiled once.
 
     Args:
         env: see `JaxEnv`.
@@ -236,7 +240,9 @@ def _action_specs(functions: JaxFunctions) -> dict[str, Any]:
 
 
 def _find_shapes(functions: JaxFunctions) -> tuple[Any, dict[str, Any]]:
-    """Traces the functions; returns the shapes of a state, and those of an observation by name.
+    """Traces the functions.
+
+    Returns the shapes of a state, and those of an observation by name.
 
     Raises:
         SpecError: they are not pure, or `step` changes shapes.
@@ -275,7 +281,10 @@ def _check_actions(wanted: Any, shapes: dict[str, tuple[int, ...]], n: int) -> N
 
 
 def _name_frames(observations: Any) -> dict[str, Any]:
-    """The entries of E observations by name; single numbers get an axis, as those of Discrete spaces have."""
+    """The entries of E observations by name.
+
+    Single numbers get an axis, as those of Discrete spaces have.
+    """
     frames = name_leaves(observations, "frame")
     return {key: frame if frame.ndim > 1 else frame[:, None] for key, frame in frames.items()}
 
@@ -343,7 +352,9 @@ def _run_steps(
     inputs: Any,
     agent_info: Any,
 ) -> Any:
-    """Runs T steps of all environments in one scan, with the agent's `policy` and its `inputs`.
+    """Runs T steps of all environments in one scan.
+
+    `policy` and `inputs` are the agent's.
 
     Returns:
         States of the environments, the next observation and the agent's state; and `observation/k`, `action/k`,
@@ -378,7 +389,10 @@ def _run_steps(
 
 
 def _make_columns(rows: dict[str, Any], n_timesteps: int) -> dict[str, Any]:
-    """Makes columns (E, T, ...) for the wide ones of these rows, shapes of (E, ...)."""
+    """Makes columns (E, T, ...) for the wide ones of these rows.
+
+    These are shapes of (E, ...).
+    """
     return {
         name: jnp.zeros((row.shape[0], n_timesteps, *row.shape[1:]), row.dtype)
         for name, row in rows.items()

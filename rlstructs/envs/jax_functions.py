@@ -1,4 +1,7 @@
-"""`JaxFunctions`: an environment as pure functions of jax, and those of gymnax and Brax in this form."""
+"""`JaxFunctions`: an environment as pure functions of jax.
+
+Those of gymnax and Brax are brought into this form.
+"""
 
 from __future__ import annotations
 

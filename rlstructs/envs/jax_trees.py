@@ -1,4 +1,7 @@
-"""Pytrees of jax as named columns, and functions of jax traced once before they are compiled."""
+"""Pytrees of jax as named columns.
+
+Functions of jax are traced once before they are compiled.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def name_leaves(tree: Any, name: str) -> dict[str, Any]:
 
 
 def _name_step(step: Any) -> str:
-    """The name of one step of a path: a key, an attribute or an index."""
+    """The name of a step of a path: key, attribute or index."""
     found = next((getattr(step, name) for name in ("key", "name", "idx") if hasattr(step, name)), step)
     return str(found)
 
@@ -68,7 +71,10 @@ def fold_rows(keys: Any, number: Any) -> Any:
 
 
 def tensor_of_jax(array: Any) -> torch.Tensor:
-    """Returns an array of jax as a tensor on the CPU, which shares its memory if it is there."""
+    """Returns an array of jax as a tensor on the CPU.
+
+    It shares the array's memory, if that is there.
+    """
     return from_dlpack(array if array.device.platform == "cpu" else np.array(array))
 
 
@@ -83,7 +89,10 @@ def arrays_of_tensors(tensors: DictTensor) -> dict[str, np.ndarray]:
 
 
 def select_rows(which: Any, one: Any, other: Any) -> Any:
-    """Returns pytree `one` in these rows, bool (B,), and `other` elsewhere; shapes and dtypes are those of `other`."""
+    """Returns pytree `one` in these rows, bool (B,), and `other` elsewhere.
+
+    Shapes and dtypes are those of `other`.
+    """
 
     def select(a: Any, b: Any) -> Any:
         a = jax.numpy.asarray(a)
@@ -93,7 +102,9 @@ def select_rows(which: Any, one: Any, other: Any) -> Any:
 
 
 def trace(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Traces a function twice; returns the shapes and dtypes of its results, a pytree of `jax.ShapeDtypeStruct`.
+    """Traces a function twice.
+
+    Returns the shapes and dtypes of its results, a pytree of `jax.ShapeDtypeStruct`.
 
     Args:
         what: the function's name in messages.
@@ -150,6 +161,9 @@ def check_like(what: str, expected: Any, got: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """The words for what a traced function has returned: the dtype and shape of an array, or a type."""
+    """Describes what a traced function has returned.
+
+    It is the dtype and shape of an array, or a type.
+    """
     is_array = isinstance(value, (jax.ShapeDtypeStruct, np.ndarray))
     return f"{np.dtype(value.dtype).name} {tuple(value.shape)}" if is_array else type(value).__name__

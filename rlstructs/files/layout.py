@@ -37,7 +37,10 @@ READERS: Mapping[str, Callable[..., Any]] = {**archives.READERS, ".h5": open_h5}
 
 
 def save(path: str | Path, kind: str, tree: Mapping[str, Any], compress: bool = False) -> None:
-    """Writes a tree of tensors to `path`, completely or not at all; `compress` packs large columns of bytes."""
+    """Writes a tree of tensors to `path`, completely or not at all.
+
+    `compress` packs large columns of bytes.
+    """
     arrays, dtypes, packed = {}, {}, None
     for name, tensor in _flatten(tree):
         host = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()

@@ -1,4 +1,6 @@
-"""Packs the large columns of a file: zstd, and next observations as what differs from the observations after them.
+"""Packs the large columns of a file.
+
+They are compressed by zstd, next observations as what differs from the observations after them.
 
 A packed column is an array of bytes: pieces, each compressed on its own. The header has the column's dtype and shape,
 the bytes of each piece, and which column it follows. Next observations are nearly all the observations of the following
@@ -31,7 +33,10 @@ NEXT, NOW = "_observation/", "observation/"
 
 
 class _OwnCodecs(threading.local):
-    """The codecs of a thread: zstd's are not to be used by two at once."""
+    """The codecs of a thread.
+
+    Two threads must not use one of zstd's at once.
+    """
 
     def __init__(self) -> None:
         self.by_level: dict[int, Any] = {}
@@ -103,7 +108,10 @@ def pack(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[
 
 
 def _source_of(name: str, arrays: Mapping[str, np.ndarray]) -> str | None:
-    """Returns the column of observations of which this one has the next, in the same dtype and shape."""
+    """Returns the column of which this one has the next observations.
+
+    It has the same dtype and shape.
+    """
     before, is_next, rest = name.rpartition(NEXT)
     source = f"{before}{NOW}{rest}"
     if not is_next or (before and not before.endswith("/")) or source not in arrays:

@@ -18,7 +18,9 @@ from rlstructs.trace.lane import ENVIRONMENT, EPISODES, STEPS, WRITE
 def acquire_compiled(
     run: CompiledRollout, acting_agent: ActingAgent, slots: Slots, progress: Progress, agent_info: DictTensor
 ) -> Progress:
-    """Fills the slots of all environments with T steps each; such a rollout cannot end early.
+    """Fills the slots of all environments with T steps each.
+
+    Such a rollout cannot end early.
 
     Args:
         run: makes the steps.

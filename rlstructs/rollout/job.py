@@ -110,7 +110,10 @@ class RolloutJob:
         return JobDescription(self.env.n_envs(), self.specs)
 
     def attach(self, slot_buffers: SlotBuffers, slots: list[Slots] | None = None) -> None:
-        """Maps this worker's block of slots; `slots` are the trainer's, if this is its process."""
+        """Maps this worker's block of slots.
+
+        `slots` are the trainer's, if this is its process.
+        """
         n, buffer = self.env.n_envs(), self.arena.map()
         self._slot_buffers = slot_buffers
         self.slots = slots or slot_buffers.slots(buffer, first=self.index * n, n=n)

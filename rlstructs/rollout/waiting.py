@@ -1,4 +1,7 @@
-"""One rollout of environments that are each stepped on their own: first come, first served."""
+"""One rollout of environments that are stepped on their own.
+
+First come, first served.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from rlstructs.trace.lane import AGENT, ENVIRONMENT, EPISODES, STEPS, WRITE
 
 
 def check_history(agent: RL_Agent, env: RowEnv) -> None:
-    """Raises SpecError if the agent requires a history, and these environments are each stepped on their own."""
+    """Raises SpecError if the agent requires a history in such environments.
+
+    Those are environments that are stepped on their own.
+    """
     if env.pace is not None and agent.require_history():
         raise SpecError(
             "agent: an agent that requires a history cannot act in environments of threads (GymEnvThreads), whose "
@@ -41,7 +47,9 @@ def acquire_waiting(
     agent_info: DictTensor,
     version: int,
 ) -> Progress:
-    """Fills the slots of the running environments with up to T steps each, which do not wait for each other.
+    """Fills the running environments' slots with up to T steps each.
+
+    They do not wait for each other.
 
     Args:
         acting_agent, env, slots, progress, agent_info: see `acquire`.
@@ -103,7 +111,10 @@ class WaitingRollout(Rollout):
         return self._finish_rows(steps)
 
     def _begin_rows(self) -> tuple[Steps, np.ndarray]:
-        """Prepares the rollout; returns where to write steps, and the environments that wait for an action."""
+        """Prepares the rollout.
+
+        Returns where to write steps, and the environments that wait for an action.
+        """
         slots, progress = self._slots, self._progress
         _, _, state, steps, _ = self._begin()
         running = progress.running

@@ -242,7 +242,10 @@ def read_cells(fd: int, n_lanes: int) -> np.ndarray:
 
 
 def read_facts(fd: int) -> dict[str, Any]:
-    """Reads the facts of a board of another program; empty if they are being written."""
+    """Reads the facts of another program's board.
+
+    Empty if they are being written.
+    """
     try:
         return dict(json.loads(os.pread(fd, PAGE, 0).rstrip(b"\0")))
     except ValueError:

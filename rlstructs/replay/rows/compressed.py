@@ -99,7 +99,10 @@ class CompressedBlock:
         self._none = np.frombuffer(np.full(self.spec.shape, self.spec.unwritten, self.spec.dtype).tobytes(), np.uint8)
 
     def rows(self, ring: Ring | None = None) -> CompressedRows:
-        """Returns the column, `(n_rows, *shape)`, by row id; `ring` has the counters of the store."""
+        """Returns the column, `(n_rows, *shape)`, by row id.
+
+        `ring` has the counters of the store.
+        """
         self.ring, n_rows = ring, self.ids.n_rows
         return CompressedRows(self, np.arange(n_rows, dtype=np.int32 if n_rows < 1 << 31 else np.int64))
 
@@ -115,12 +118,17 @@ class CompressedBlock:
 
     @property
     def files(self) -> list[str]:
-        """The names of its files, if it has any: of the bookkeeping, and of the rows."""
+        """The names of its files, if it has any.
+
+        One has the bookkeeping, the other one the rows.
+        """
         blocks: list[Any] = [self._numbers, self._memory]
         return [block.file for block in blocks]
 
     def recover(self) -> None:
-        """Counts the rows of each segment anew, of which a program that was killed may have counted too many.
+        """Counts the rows of each segment anew.
+
+        A program that was killed may have counted too many.
 
         Raises:
             ValueError: the bookkeeping makes no sense.
@@ -145,7 +153,10 @@ class CompressedBlock:
 
     @property
     def most_rows(self) -> int:
-        """Rows of each lane that can be written at once, however large they are: half of the memory holds them."""
+        """Rows of each lane that can be written at once, however large.
+
+        Half of the memory holds them.
+        """
         return (self._n_segments // 2 - 1) * (self._segment // self.spec.nbytes)
 
     def moved(self, backing: Backing) -> CompressedBlock:
@@ -162,7 +173,10 @@ class CompressedBlock:
         return other
 
     def write(self, rows: np.ndarray, values: Any) -> None:
-        """Writes rows (n,) by their ids; values are `(n, *shape)`, or one number for all of them."""
+        """Writes rows (n,) by their ids.
+
+        Values are `(n, *shape)`, or one number for all of them.
+        """
         lanes = self.ids.lanes(rows)
         for row, lane, data in zip(rows.tolist(), lanes.tolist(), self._encoded(rows.size, values), strict=True):
             self.put(row, lane, data)
@@ -187,7 +201,10 @@ class CompressedBlock:
         return data if len(data) < self.spec.nbytes else raw
 
     def put(self, row: int, lane: int, data: Any) -> None:
-        """Appends the bytes of a row to its lane's segments; None for an unwritten one."""
+        """Appends the bytes of a row to its lane's segments.
+
+        None stands for an unwritten row.
+        """
         if data is None:
             self._refer(row, 0)
             return
@@ -211,7 +228,10 @@ class CompressedBlock:
             numbers[self.ids.n_rows + (before >> LENGTH_BITS) // self._segment] -= 1
 
     def _begin_segment(self, lane: int) -> None:
-        """Finds the next segment to write: the lowest that is free, while another one is left."""
+        """Finds the next segment to write.
+
+        It is the lowest that is free, while another one is left.
+        """
         state = self._lanes[lane]
         used = int(state[USED])
         free = np.flatnonzero(self._counts[lane, :used] == 0)
@@ -225,7 +245,9 @@ class CompressedBlock:
         state[TAKEN] = 0
 
     def _make_space(self, lane: int) -> None:
-        """Moves the rows of two segments to the last free one, if they fit into it; otherwise drops the oldest rows.
+        """Moves the rows of two segments to the last free one.
+
+        If they do not fit into it, drops the oldest rows.
 
         Rows are read while they move: each has bytes at its place at any time. Meanwhile the segment that they move to
         is the current one, and counts as full: if the writer is killed, the next one goes on from there.
@@ -272,7 +294,10 @@ class CompressedBlock:
             self.put(row, lane, None)
 
     def read(self, row: int) -> Any:
-        """Returns the bytes of a row, of memory a view; none of an unwritten one."""
+        """Returns the bytes of a row; no bytes for an unwritten one.
+
+        Of memory this is a view.
+        """
         return self._at(self._fast[row])
 
     def _at(self, entry: int) -> Any:
@@ -373,17 +398,26 @@ class CompressedRows:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def packed(self, n_slots: int) -> PackedRows:
-        """Returns the compressed bytes of the first slots, one slot of all lanes after another."""
+        """Returns the compressed bytes of the first slots.
+
+        One slot of all lanes follows another.
+        """
         block = self._block
         return PackedRows(block, block.ids.rows(np.arange(block.ids.n_lanes), np.arange(n_slots)[:, None]))
 
     def put_packed(self, rows: np.ndarray, data: Iterable[bytes]) -> None:
-        """Writes rows (n,) by their ids, of which these are the compressed bytes; none for unwritten ones."""
+        """Writes rows (n,) by their ids, given their compressed bytes.
+
+        Unwritten rows have no bytes.
+        """
         for row, lane, each in zip(rows.tolist(), self._block.ids.lanes(rows).tolist(), data, strict=True):
             self._block.put(row, lane, each or None)
 
     def encoded(self, block: CompressedBlock) -> Iterator[Any]:
-        """Yields the bytes of each row for a column of the same spec; None for unwritten ones."""
+        """Yields the bytes of each row for a column of this spec.
+
+        None for unwritten ones.
+        """
         for row in self._ids.reshape(-1).tolist():
             data = self._block.read(row)
             yield bytes(data) if data else None
@@ -414,7 +448,9 @@ class CompressedRows:
 
 
 class PackedRows:
-    """The compressed bytes of rows, one row after another: for files, an array `(n_bytes,)` that is made in pieces.
+    """The compressed bytes of rows, one row after another.
+
+    For files it is an array `(n_bytes,)` that is made in pieces.
 
     Args:
         block: the memory of the column.

@@ -18,7 +18,7 @@ LARGE, LEAST, MOST = 512, 64, (1 << 23) - 1
 
 @set_module("rlstructs.replay")
 class Compression:
-    """Says which columns of a memory are compressed, and how many bytes they may take.
+    """Says which columns are compressed, and how many bytes they may take.
 
     It is given to any memory or buffer as `compression`, where a plain setting will do without a limit.
 
@@ -95,7 +95,9 @@ def _level(setting: Any) -> int:
 
 
 def check_row(name: str, row: int, data: bytes, spec: Spec, decodes: bool = True) -> bytes:
-    """Returns the bytes of a row from its compressed ones, which come from a file.
+    """Returns the bytes of a row from its compressed ones.
+
+    These come from a file.
 
     Args:
         name: of the column.

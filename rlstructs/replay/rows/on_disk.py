@@ -45,7 +45,9 @@ FILE = re.compile(r"\d{4,9}\.bin")
 
 
 class Disk(Backing):
-    """Files in a folder, which is created if it does not exist; one program may have it open.
+    """Files in a folder, which is created if it does not exist.
+
+    One program may have it open.
 
     A pickle or copy holds copies, for a temporary folder; once it `is_shared`, processes that are started with it use
     the same files.
@@ -100,7 +102,10 @@ class Disk(Backing):
             raise FileError(f"{self.path / MANIFEST}: {clean_text(error)}") from error
 
     def write(self, manifest: dict[str, Any]) -> None:
-        """Writes a manifest, if it is another, then removes the files that it does not name."""
+        """Writes a manifest, if it is another one.
+
+        Then removes the files that it does not name.
+        """
         text = json.dumps(manifest | {CHECKSUM: checksum_of(manifest)}, default=_item)
         if text == self._written:
             return
@@ -134,7 +139,9 @@ class Disk(Backing):
         return spec.nbytes >= LARGE
 
     def _create(self, nbytes: int, sparse: bool) -> str:
-        """Creates a file of zeros, for which there is room on the disk unless it is sparse; returns its name.
+        """Creates a file of zeros; returns its name.
+
+        There is room for it on the disk, unless it is sparse.
 
         A write to a mapped file without room would end the program.
 
@@ -183,7 +190,10 @@ class Disk(Backing):
 
 
 class Existing(Backing):
-    """Files of a manifest, in place of new ones, in the order in which those would be made."""
+    """Files of a manifest, in place of new ones.
+
+    They come in the order in which those would be made.
+    """
 
     has_records = True
 
@@ -220,7 +230,9 @@ class MappedBlock:
 
 
 class File:
-    """A file that is read and written by slices; pickled by value, unless its folder is shared.
+    """A file that is read and written by slices.
+
+    It is pickled by value, unless its folder is shared.
 
     Args:
         disk: the folder.
@@ -326,7 +338,9 @@ class FileBlock(File):
             part, offset = part[n:], offset + n
 
     def write(self, rows: np.ndarray, values: Any) -> None:
-        """Writes rows (n,) by their ids; values are `(n, *shape)`, or one number for all of them.
+        """Writes rows (n,) by their ids.
+
+        Values are `(n, *shape)`, or one number for all of them.
 
         Raises:
             OSError: the disk is full.
@@ -353,7 +367,10 @@ class FileBlock(File):
 
 
 def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yields where each run of consecutive row ids begins among these, its first id, and how many it has."""
+    """Yields the runs of consecutive row ids.
+
+    Of each: where it begins among these, its first id, and how many it has.
+    """
     begins = np.flatnonzero(np.diff(rows) != 1) + 1
     bounds = [0, *begins.tolist(), rows.size]
     for at, row, end in zip(bounds, rows[bounds[:-1]].tolist(), bounds[1:], strict=False):
