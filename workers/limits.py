@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, given its control groups."""
+"""Cores and memory that control groups leave this process, and that it keeps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Where control groups are mounted, and the file that lists those of this process.
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Bytes of a large array, see `keep_freed_memory`.
+LARGE = 8 << 20
 
 
 def list_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tuple[Path, int]]:
@@ -109,3 +111,14 @@ def _read(path: str) -> bytes:
     """Reads a file of the kernel; columns ask for several before they are allocated."""
     with open(path, "rb", buffering=0) as file:
         return file.read()
+
+
+@lru_cache(maxsize=1)
+def keep_freed_memory() -> None:
+    """Has the C library keep the memory of freed arrays for the next ones.
+
+    glibc gives arrays above 128 kB back to the system as they are freed, and each page of the next one costs a fault:
+    copies of a large batch took several times as long as those of a small one. Its limit follows the largest array that
+    was freed, here one whose pages are never touched; up to twice as much stays with the process.
+    """
+    bytes(LARGE)

@@ -23,6 +23,7 @@ from rlstructs.structures.arrays import TensorSpec
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
+from rlstructs.workers.limits import keep_freed_memory
 from rlstructs.workers.messages import Future
 
 
@@ -94,6 +95,7 @@ class Transport:
     """
 
     def __init__(self, contents: Contents, records: Records) -> None:
+        keep_freed_memory()  # for batches of frames
         self.contents, self.layout, self.blocks = contents, contents.layout, contents.blocks
         self._records = records
         self.infos: dict[str, DictTensor] = {}

@@ -28,6 +28,7 @@ from rlstructs.replay.rows.on_disk import CHECKSUM, MANIFEST, Disk, Existing, Fi
 from rlstructs.replay.rows.records import Record
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
+from rlstructs.workers.limits import keep_freed_memory
 
 FORMAT, VERSION = "rlstructs rows", 1
 
@@ -57,6 +58,7 @@ def make_storage(
     if columns is not None and not columns.on_host and (path is not None or compression is not None):
         what, where = "path" if compression is None else "compression", getattr(columns, "device", None)
         raise SpecError(f"{what} needs rows in host memory, and they lie on {where}: give device='cpu'")
+    keep_freed_memory()  # for batches of frames
     disk = None if path is None else Disk(path)
     storage = Storage(n_lanes, capacity, order=order, backing=disk, columns=columns)
     storage.columns.compression = Compression.of(compression)
