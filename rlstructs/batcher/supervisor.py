@@ -82,6 +82,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends every worker; raises earlier errors of jobs only if workers are not replaced."""
+        self._lasting.clear()  # they may hold slots, and with them the memory
         self.pool.close(with_earlier=not self.can_replace)
 
     def describe_jobs(self) -> list[JobDescription]:
