@@ -60,7 +60,7 @@ def start_engine(settings: JobSettings, run: RunSettings, debug: bool, make: typ
         own = run.n_processes == 0
         for slots in transport.slots:
             slots.is_shared = own
-        supervisor.attach(slot_buffers, *[transport.slots] * own)
+        supervisor.attach(slot_buffers, transport.slots if own else None)
         board.write_facts(n_envs=contents.n_envs)
         outbox = weights.LocalOutbox() if own else weights.Outbox(weights_arena, run.run_ahead + 1, pool.settle)
         board.begin_account()

@@ -93,13 +93,13 @@ class Supervisor:
             record.env_restarts = [0] * found[0].n_envs
         return found
 
-    def attach(self, slot_buffers: SlotBuffers, *own: list[Slots]) -> None:
+    def attach(self, slot_buffers: SlotBuffers, own: list[Slots] | None = None) -> None:
         """Gives every worker its slots.
 
-        One job in this process gets the `own` ones of the transport.
+        `own` are those of the transport, which a job in this process writes to.
         """
-        self._lasting["attach"] = (slot_buffers, *own)
-        self.pool.call("attach", slot_buffers, *own)
+        self._lasting["attach"] = arguments = slot_buffers, own
+        self.pool.call("attach", *arguments)
 
     def feed(self, packed: bytes) -> None:
         """Gives every worker a memory to write to."""

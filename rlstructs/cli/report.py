@@ -23,8 +23,8 @@ from rlstructs.cli.states import describe_checkpoints, describe_state, has_check
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import FileError, SpecError
 from rlstructs.files import layout
-from rlstructs.files.packing import codec_of
 from rlstructs.files.segments import list_parts
+from rlstructs.files.zstd import codec_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import RolloutFolder, Trajectories

@@ -3,7 +3,7 @@
 The header, stored under `__header__`, holds the name and version of the format, the class, and the dtype and shape of
 each array. `.npz` and `.h5` use the same names; torch loads `.pt` with `weights_only=True`. Reading executes nothing
 from a file, opens no other one, and compares sizes with the size of the file before it allocates memory: so compressed
-files, which can hold more than their own size, are refused, but for arrays that the header says are packed (`packing`).
+files, which can hold more than their own size, are refused, but for arrays that the header says are packed (`zstd`).
 Checksums detect damage. SECURITY.md says what is promised.
 """
 
@@ -28,7 +28,7 @@ from rlstructs.files import archives
 from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
 from rlstructs.files.opening import is_of_system, parse_json
-from rlstructs.files.packing import pack, unpack
+from rlstructs.files.zstd import pack, unpack
 from rlstructs.frameworks.dtypes import dtype_name
 
 FORMAT, VERSION = "rlstructs", 1

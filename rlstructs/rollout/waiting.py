@@ -27,9 +27,9 @@ from rlstructs.trace.lane import AGENT, ENVIRONMENT, EPISODES, STEPS, WRITE
 
 
 def check_history(agent: RL_Agent, env: RowEnv) -> None:
-    """Raises SpecError if the agent requires a history in such environments.
+    """Raises SpecError if the agent requires a history that `env` lacks.
 
-    Those are environments that are stepped on their own.
+    Environments that are stepped on their own have none.
     """
     if env.pace is not None and agent.require_history():
         raise SpecError(

@@ -212,7 +212,7 @@ class BoardRecording:
 def find_boards(proc: Path = Path("/proc")) -> dict[int, Path]:
     """Finds the boards of all programs that this user may read.
 
-    Yields the trainer's process id, and a file to open.
+    Returns the file of each, by the process id of its trainer.
     """
     found: dict[int, Path] = {}
     for folder in proc.glob("[0-9]*/fd"):

@@ -108,7 +108,7 @@ class Lane:
     def look(self) -> None:
         """Begins or ends the recording of events, as the trainer wants it.
 
-        The same for names that a profiler of torch shows.
+        Also the names that a profiler of torch shows.
         """
         wanted = self._wanted[0], _is_profiled()
         if wanted != self._marked:

@@ -102,10 +102,7 @@ class Account(NamedTuple):
         return sum(self.workers[name] for name in phases) / max(sum(self.workers[name] for name in NAMES), 1e-9)
 
     def busy_share(self, name: str) -> float:
-        """The share of the workers' busy time that one phase takes.
-
-        Or something else that they spend it on.
-        """
+        """The share of the workers' busy time that a phase, or another thing, takes."""
         return self.workers[name] / max(sum(self.workers[each] for each in BUSY), 1e-9)
 
 

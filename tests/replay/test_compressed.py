@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlstructs import SpecError, StateError
-from rlstructs.files import packing
+from rlstructs.files import zstd
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import ReplayBuffer
 from rlstructs.replay.draw.plan import Selection
@@ -178,7 +178,7 @@ def test_a_column_that_cannot_be_compressed_is_named_before_anything_changes(mon
 
 
 def test_without_zstd_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setattr(packing, "_CODECS", packing._OwnCodecs())
+    monkeypatch.setattr(zstd, "_CODECS", zstd._OwnCodecs())
     for module in ("zstandard", "compression"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"compression needs zstd: pip install rlstructs\[zstd\]"):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlstructs.errors import SpecError, StateError
-from rlstructs.files.packing import codec_of
+from rlstructs.files.zstd import codec_of
 from rlstructs.replay.rows.backing import Backing
 from rlstructs.replay.rows.compression import MOST
 from rlstructs.replay.rows.lanes import Ring, RowIds, keep_order

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlstructs.checks import check_size
 from rlstructs.errors import SpecError
-from rlstructs.files.packing import DEFAULT_LEVEL, codec_of
+from rlstructs.files.zstd import DEFAULT_LEVEL, codec_of
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.workers.public_names import set_module
 

@@ -10,7 +10,7 @@ import torch
 
 from rlstructs import DictTensor, FileError, TemporalDictTensor, Trajectories, load_rollouts, save_rollouts
 from rlstructs.errors import OutOfMemoryError
-from rlstructs.files import layout, packing
+from rlstructs.files import layout, zstd
 
 ENDINGS = (".npz", ".pt", ".h5")
 
@@ -38,7 +38,7 @@ def rollout(seed=0, n_timesteps=9):
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("piece", [100, 1 << 20])
 def test_what_is_read_is_what_was_written(ending, piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "PIECE", piece)
+    monkeypatch.setattr(zstd, "PIECE", piece)
     whole = rollout()
     for each in (whole, whole.trajectories, whole.info, DictTensor({"one": torch.zeros(1, 600, dtype=torch.uint8)}),
                  TemporalDictTensor({"none": torch.zeros(0, 5, 600, dtype=torch.uint8)})):  # fmt: skip
@@ -96,7 +96,7 @@ def claim_less(arrays, packed):
 def be_no_bools(arrays, packed):
     name = "trajectories/observation/deep/mask"
     rows = np.full((3, 9 * 600), 2, np.uint8)
-    pieces = [packing.codec_of().compress(row.tobytes()) for row in rows]
+    pieces = [zstd.codec_of().compress(row.tobytes()) for row in rows]
     arrays[name], packed[name]["sizes"] = np.frombuffer(b"".join(pieces), np.uint8), [len(each) for each in pieces]
 
 
@@ -125,7 +125,7 @@ def test_damaged_columns_are_named(damage, tmp_path):
 
 def test_what_does_not_fit_into_memory_is_not_begun(tmp_path, monkeypatch):
     rollout().save(tmp_path / "x.npz", compress=True)
-    monkeypatch.setattr(packing, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(zstd, "available_bytes", lambda: 1000)
     with pytest.raises(
         OutOfMemoryError, match="16,200 bytes are needed for array 'trajectories/.*', 1,000 are available"
     ):

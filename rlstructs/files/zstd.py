@@ -1,6 +1,6 @@
-"""Packs the large columns of a file.
+"""The codec, and the large columns of a file, packed by it.
 
-They are compressed by zstd, next observations as what differs from the observations after them.
+Next observations are packed as what differs from the observations after them.
 
 A packed column is an array of bytes: pieces, each compressed on its own. The header has the column's dtype and shape,
 the bytes of each piece, and which column it follows. Next observations are nearly all the observations of the following
