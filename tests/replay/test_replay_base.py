@@ -349,6 +349,7 @@ def with_finals():
 def test_what_lies_beside_takes_small_pages_only(subprocess_env):
     # In a program of its own: what other tests leave would be measured too.
     program = textwrap.dedent("""
+        import ctypes
         import psutil
         from rlstructs.replay.buffer import Buffer
         from test_replay_base import with_finals
@@ -356,9 +357,10 @@ def test_what_lies_beside_takes_small_pages_only(subprocess_env):
         buffer, steps = Buffer(1, 4000, seed=0), with_finals()
         before = psutil.Process().memory_info().rss
         buffer._intake.write(steps)
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory, which the process keeps for later arrays, is not the buffer's
         taken = psutil.Process().memory_info().rss - before
         # Huge pages would take 2 MB for each of the 80 that lie beside.
-        assert taken < 1.15 * steps["obs"].nbytes, taken
+        assert taken < 1.1 * steps["obs"].nbytes, taken
     """)
     done = subprocess.run([sys.executable, "-c", program], env=subprocess_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
