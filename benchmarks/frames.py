@@ -101,7 +101,7 @@ def play(game: str, n_steps: int, folder: Path) -> None:
         batcher.reset()
         for number in range(-(-n_steps // (N_ALL * N_TIMESTEPS))):
             batcher.execute()
-            batcher.get()[0].save(folder / f"{number:05}.npz")
+            batcher.get()[0].save(folder / f"{number:05}.npz", compress=True)
 
 
 def rollouts(folder: Path) -> Iterator[Trajectories]:

@@ -6,8 +6,9 @@ r"""Deep Q-learning on Atari games, from stacks of frames that the memory stores
 Preparation of frames as in Mnih et al. (2015): an action for four frames of the game, 84x84 grey, stacks of four, the
 sign of rewards. Double Q-learning, n-step targets and priorities as in `dqn.py`. Workers stack the frames that they act
 on; the memory gets each frame once, and makes stacks of those that it draws. `--compress` changes neither draws nor
-results: a step of Pong takes about 220 bytes in place of 7,100. `--track` is as in `dqn.py`. It prints the mean return
-of `--n-eval` games, the number of steps, how fast the training was, and what the memory takes:
+results: a step of Pong takes about 220 bytes in place of 7,100. `--prefetch 2` draws and decodes two batches ahead, by
+the priorities of two updates before. `--track` is as in `dqn.py`. It prints the mean return of `--n-eval` games, the
+number of steps, how fast the training was, and what the memory takes:
 
     ALE/Pong-v5: score S, N steps, V steps/s, M MB
 """
@@ -37,6 +38,7 @@ class Args:
 
     env_id: str = "ALE/Pong-v5"
     compress: bool = False
+    prefetch: int = 0
     max_frames: int = 108_000  # of a game, half an hour of it
     n_steps: int = 100_000  # rounded up to whole rollouts
     n_processes: int = 2
@@ -111,11 +113,11 @@ class Learner:
     def __init__(self, network: QNetwork, memory: PrioritizedVectorReplayBuffer, args: Args) -> None:
         self.network, self.target, self.memory, self.args = network, copy.deepcopy(network), memory, args
         self.optimizer = torch.optim.Adam(network.parameters(), lr=args.learning_rate)
-        self.n_updates = 0
+        self.batches, self.n_updates = memory.batches(args.batch_size, prefetch=args.prefetch), 0
 
     def learn(self) -> float:
         """One update; its loss."""
-        batch, rows = self.memory.sample(self.args.batch_size)
+        batch, rows = next(self.batches)
         with torch.no_grad():
             best = self.network(batch["obs_next"]).argmax(dim=1, keepdim=True)
             # Gamma to the number of steps that there were up to the end of the episode.
@@ -161,6 +163,7 @@ def main(args: Args) -> QNetwork:
         )  # fmt: skip
         batcher.feed(memory)
         learner, start = Learner(network, memory, args), time.perf_counter()
+        stack.enter_context(learner.batches)
         batcher.reset(agent_info=DictTensor({"epsilon": torch.ones(n_all)}))
         with tqdm(total=args.n_steps, unit=" steps", unit_scale=True) as bar:
             while n_steps < args.n_steps:

@@ -66,7 +66,7 @@ RUNS = {
     ),
     "dqn_atari.py": (
         [*TRAINING, "--n-processes", "1", "--n-envs", "1", "--n-eval", "1", "--max-frames", "500", "--n-before", "32",
-         "--n-updates", "1", "--batch-size", "4", "--compress"],
+         "--n-updates", "1", "--batch-size", "4", "--compress", "--prefetch", "2"],
         rf"ALE/Pong-v5: score {SCORE}, \d+ MB",
     ),
     "ppo_compiled.py": (TRAINING, rf"CartPole-v1: score {SCORE}, {WAITED}"),
@@ -233,11 +233,13 @@ def test_dqn_refuses_continuous_actions(subprocess_env, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dqn_learns_the_same_from_compressed_frames_bit_for_bit(monkeypatch):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_dqn_learns_the_same_from_compressed_frames_bit_for_bit(monkeypatch, prefetch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     dqn = importlib.import_module("dqn_atari")
     small = {"n_steps": 80, "n_processes": 1, "n_envs": 2, "n_timesteps": 8, "n_before": 32, "n_updates": 2}
     small |= {"batch_size": 4, "n_eval": 1, "max_frames": 200, "memory_size": 60, "n_between_copies": 4}
+    small["prefetch"] = prefetch
     n_threads = torch.get_num_threads()
     try:
         raw, packed, other = (
