@@ -43,6 +43,7 @@ SMALL = {
     "python benchmarks/rollouts.py": "--rows cartpole-8 --seconds 0.02 --repeats 1 --no-peers",
     "python benchmarks/scores.py": "--rows dqn --seeds 0 -- --n-steps 128 --n-before 64 --n-eval 1",
     "python benchmarks/stepping.py": "--rows cartpole-2 --seconds 0.02 --repeats 1 --no-peers",
+    "python benchmarks/vectorisers.py": "--rows cartpole --seconds 0.02 --repeats 1 --pufferlib= --sample-factory=",
     "python benchmarks/waiting.py": "--quick --no-peers",
     "python examples/ppo.py": "--n-steps 64 --n-envs 2 --n-timesteps 8 --n-eval 2",
     "python tests/integrations/families.py": "--names Box2D --seconds 0.02",
