@@ -29,7 +29,9 @@ class Warp:
             return PYTHON_DTYPES[dtype]
         if _name_of(dtype) == "bfloat16":
             if isinstance(BFLOAT16, str):
-                raise SpecError("dtype bfloat16 is not supported: this version of warp lacks it, 1.9 and later have it")
+                raise SpecError(
+                    "dtype bfloat16 is not supported: this version of warp lacks it, 1.13 and later have it"
+                )
             return BFLOAT16
         for convert in (_check_scalar, _from_numpy):
             with contextlib.suppress(TypeError, KeyError):

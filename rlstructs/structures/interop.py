@@ -143,7 +143,13 @@ def to_warp(tree: Mapping[str, Any], view: bool) -> Tree:
 
 def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
     wp = start_warp()
-    return map_tree(lambda array: wp.to_torch(array) if view else wp.to_torch(array).clone(), arrays)
+
+    def convert(array: Any) -> torch.Tensor:
+        # `to_torch` goes through numpy, of which older versions do not take empty arrays of warp.
+        tensor = wp.to_torch(array) if array.size else torch.from_dlpack(array)
+        return tensor if view else tensor.clone()
+
+    return map_tree(convert, arrays)
 
 
 def to_tensordict(tree: Mapping[str, Any], sizes: Sequence[int], device: torch.device | None = None) -> Any:

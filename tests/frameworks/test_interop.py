@@ -187,10 +187,13 @@ def test_what_a_library_cannot_hold_is_refused_by_name(library, tensor, message)
 def test_jax_takes_integers_up_to_its_limit_and_beyond_when_told():
     edge = torch.tensor([2**31 - 1, -(2**31)])
     assert DictTensor({"x": edge}).jax()["x"].tolist() == edge.tolist()
-    with jax.enable_x64(True):
+    jax.config.update("jax_enable_x64", True)
+    try:
         wide = DictTensor({"x": torch.tensor([2**40 + 1])})
         assert wide.jax()["x"].dtype == jnp.int64
         assert DictTensor.from_jax(wide.jax()) == wide
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 @pytest.mark.parametrize(
