@@ -146,7 +146,7 @@ def from_warp(arrays: Mapping[str, Any], view: bool) -> Tree:
 
     def convert(array: Any) -> torch.Tensor:
         # `to_torch` goes through numpy, of which older versions do not take empty arrays of warp.
-        tensor = wp.to_torch(array) if array.size else torch.from_dlpack(array)
+        tensor = wp.to_torch(array) if array.size else torch.utils.dlpack.from_dlpack(array)
         return tensor if view else tensor.clone()
 
     return map_tree(convert, arrays)
