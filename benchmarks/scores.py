@@ -82,6 +82,7 @@ ROWS = (
     Row("ppo_transformer-maze", "examples/ppo_transformer.py", (*MEMORY, "--task", "t-maze"), target=0.95),
     Row("evolution", "examples/evolution.py", target=475),
     Row("jax_dqn", "examples/jax_dqn.py", target=475),
+    Row("dqn_compiled", "examples/dqn_compiled.py"),
     Row("ppo_jax", "examples/ppo_jax.py", PPO, target=475),
     Row("reinforce", "examples/reinforce.py"),
     Row("diayn", "examples/diayn.py"),
@@ -103,7 +104,12 @@ IN_TURN = ("ppo-in-turn", "ppo-sb3", "ppo-sb3-dummy")
 
 # What a program takes from another one.
 TASKS = ("examples/memory_tasks.py",)
-NEEDED = {SB3: ("examples/ppo.py",), "examples/a2c_recurrent.py": TASKS, "examples/ppo_transformer.py": TASKS}
+NEEDED = {
+    SB3: ("examples/ppo.py",),
+    "examples/a2c_recurrent.py": TASKS,
+    "examples/ppo_transformer.py": TASKS,
+    "examples/dqn_compiled.py": ("examples/jax_dqn.py",),
+}
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:

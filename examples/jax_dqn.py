@@ -2,13 +2,11 @@
 
     python examples/jax_dqn.py --seed 1
 
-The same network acts in the workers and learns in the trainer. In the workers jax sees the CPU alone: they do not take
-the memory of a GPU that the learner is on. It needs `pip install -e '.[jax]'`, shows a progress bar, and prints at
-the end the mean return of `--n-eval` episodes in which no action is random, and how fast the training was:
+One network acts in the workers and learns in the trainer. In the workers jax sees the CPU alone: they do not take the
+memory of a GPU that the learner is on. It needs `pip install -e '.[jax]'`, shows a progress bar, has the `--plot`,
+`--track` and `--trace` of `ppo.py`, and prints the mean return of `--n-eval` episodes without random actions at the end:
 
     CartPole-v1: score 500.0, 50048 steps, 1397 steps/s
-
-`--plot`, `--track` and `--trace` are as in `ppo.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher
+from rlstructs import DictTensor, GymEnvInf, RL_Agent, RL_Batcher, VecEnv
 from rlstructs.integrations.logging import open_log
 from rlstructs.memories.jax import RandomMemory
 
@@ -62,17 +60,17 @@ class Args:
     trace: str = ""
 
 
-def create_params(env_id: str, seed: int) -> Params:
-    with gymnasium.make(env_id) as env:
-        sizes = env.observation_space.shape[0], 128, 128, int(env.action_space.n)
+def create_params(env: VecEnv, seed: int) -> Params:
+    sizes = math.prod(env.observation_space.shape), 128, 128, int(env.action_space.n)
     keys = jax.random.split(jax.random.PRNGKey(seed), len(sizes) - 1)
     pairs = zip(keys, pairwise(sizes), strict=True)
     return [(jax.random.normal(key, shape) * math.sqrt(2 / shape[0]), jnp.zeros(shape[1])) for key, shape in pairs]
 
 
 def q_values(params: Params, observations: jax.Array) -> jax.Array:
-    """The value of every action, (B, n_actions), for observations (B, n_inputs)."""
+    """The value of every action, (B, n_actions), for observations (B, ...)."""
     *hidden, (weights, biases) = params
+    observations = observations.reshape(len(observations), -1)
     for w, b in hidden:
         observations = jax.nn.relu(observations @ w + b)
     return observations @ weights + biases
@@ -148,8 +146,7 @@ def improved(learnt: Learnt, target: Params, discounts: jax.Array, batch: list, 
 class Learner:
     """Improves a network from what is in a memory."""
 
-    def __init__(self, memory: RandomMemory, args: Args) -> None:
-        params = create_params(args.env_id, args.seed)
+    def __init__(self, params: Params, memory: RandomMemory, args: Args) -> None:
         zeros = jax.tree.map(jnp.zeros_like, params)
         self.learnt, self.target = Learnt(params, jnp.zeros(()), zeros, zeros), params
         self.memory, self.args, self.n_updates = memory, args, 0
@@ -214,13 +211,14 @@ def optional(module: str, install: str = "--plot needs pip install matplotlib"):
         raise SystemExit(f"{error}: {install}") from error
 
 
-def main(args: Args) -> None:
+def main(args: Args, create_agent: Any = Policy, own_env: Any = create_env) -> None:
+    params = create_params(own_env(args.env_id, 1, args.seed), args.seed)
     n_all = args.n_envs * max(args.n_processes, 1)
     memory = RandomMemory(memory_size=max(args.memory_size // n_all, 1), num_envs=n_all, seed=args.seed)
-    learner, losses = Learner(memory, args), {}
+    learner, losses = Learner(params, memory, args), {}
     with RL_Batcher(
-        args.n_timesteps, Policy, {"params": jax.device_get(learner.learnt.params)},
-        create_env, {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
+        args.n_timesteps, create_agent, {"params": jax.device_get(params)}, own_env,
+        {"env_id": args.env_id, "n_envs": args.n_envs}, args.n_processes, args.seed,
         agent_info=DictTensor({"epsilon": torch.zeros(1)}),
     ) as batcher, batcher.trace(args.trace):  # fmt: skip
         log = Log(args)
@@ -241,8 +239,12 @@ def main(args: Args) -> None:
     print(f"{args.env_id}: score {episodes['return'].mean():.1f}, {log.n_steps} steps, {speed:.0f} steps/s")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in vars(Args()).items():
+def parse_args(description: str | None, defaults: Args) -> Args:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in vars(defaults).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value!r}")
-    main(Args(**vars(parser.parse_args())))
+    return Args(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main(parse_args(__doc__, Args()))

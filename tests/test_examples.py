@@ -90,6 +90,9 @@ RUNS = {
     "evolution.py": ([*TRAINING, "--n-timesteps", "500"], rf"CartPole-v1: score {SCORE}"),
     "diayn.py": (TRAINING, rf"CartPole-v1 with 4 skills: score {SCORE}"),
     "jax_dqn.py": ([*TRAINING, "--n-before", "32", "--n-updates", "2"], rf"CartPole-v1: score {SCORE}"),
+    "dqn_compiled.py": (
+        [*TRAINING, "--n-before", "32", "--n-updates", "2"], rf"Breakout-MinAtar: score {SCORE}"
+    ),
     "waiting_envs.py": (
         ["--n-envs", "3", "--n-timesteps", "8", "--n-steps", "64", "--n-eval", "2", "--mean", "0.001"],
         r"Chase: score -?[\d.]+, \d+ steps, \d+ steps/s, \d+% by an earlier policy",
