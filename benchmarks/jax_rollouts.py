@@ -4,14 +4,18 @@
 
 The bare scan is what one writes without this library: one jitted `lax.scan` over the environment's own step with its
 automatic reset, and the same agent, which returns observations, rewards, ends and actions, and hands nothing out. All
-contenders of a row run in turn in one process, on one core; the table shows medians of processor time, so that other
-work on the machine does not count. The last column is `get` of a batcher of as many environments of gymnasium that are
-vectorised in numpy.
+contenders of a row run in turn, each on one core; the table shows medians of processor time, so that other work on the
+machine does not count. "2 workers" have twice the environments, and are compared with two scans: their time is that of
+the slower worker and of the trainer, which waits for it, as on two idle cores. The last columns are `get` of a batcher
+of as many environments of gymnasium that are vectorised in numpy, and, where it is installed, EnvPool with one thread,
+which is only stepped with random actions.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import statistics
 import time
@@ -126,6 +130,37 @@ def make_scan(task: Task, agent_params: Any, parts: Any) -> Callable[[], Any]:
     return rollout
 
 
+@dataclass(frozen=True)
+class Run:
+    """A contender: `call` runs T steps of all environments, in the processes `pids` too."""
+
+    call: Callable[[], Any]
+    pids: tuple[int, ...] = ()
+
+    def seconds(self) -> float:
+        """Seconds of processor time of one call: those of this process, and of the slowest of the others."""
+        # The clock of another process, as `clock_getcpuclockid` names it.
+        clocks = [time.CLOCK_PROCESS_CPUTIME_ID, *(~pid << 3 | 2 for pid in self.pids)]
+        before = [time.clock_gettime(clock) for clock in clocks]
+        self.call()
+        own, *others = (time.clock_gettime(clock) - then for clock, then in zip(clocks, before, strict=True))
+        return own + max(others, default=0)
+
+
+def step_envpool(task: Task) -> Callable[[], Any]:
+    import envpool
+
+    env = envpool.make(task.env_id, env_type="gymnasium", num_envs=task.n_envs, num_threads=1)
+    random = np.random.default_rng(0)
+    env.reset()
+
+    def rollout() -> None:
+        for _ in range(task.n_timesteps):
+            env.step(random.integers(2, size=task.n_envs))
+
+    return rollout
+
+
 def get(batcher: RL_Batcher) -> None:
     batcher.execute()
     batcher.get()
@@ -137,37 +172,39 @@ def lease(batcher: RL_Batcher) -> None:
         pass
 
 
-def make_runs(task: Task) -> dict[str, Callable[[], Any]]:
-    """The contenders, by name; each call runs T steps of all environments."""
+def make_runs(task: Task, opened: contextlib.ExitStack) -> dict[str, Run]:
+    """The contenders, by name."""
     parts = make_parts(task)
     params = make_params(4, 2) if task.has_policy else None
-    agent = None if params is None else JaxAgent(act, params)
-    batcher = RL_Batcher.make(parts[0], agent, n_envs=task.n_envs, n_workers=0, n_timesteps=task.n_timesteps, seed=0)
-    batcher.reset()
+    runs = {"bare scan": Run(make_scan(task, params, parts))}
 
-    runs = {
-        "bare scan": make_scan(task, params, parts),
-        "get": partial(get, batcher),
-        "lease": partial(lease, batcher),
-    }
+    def make_batcher(env: Any, agent: Any, n_workers: int) -> RL_Batcher:
+        n_envs = task.n_envs * max(n_workers, 1)
+        batcher = RL_Batcher.make(env, agent, n_envs=n_envs, n_workers=n_workers, n_timesteps=task.n_timesteps, seed=0)
+        opened.enter_context(batcher).reset()
+        return batcher
+
+    for n_workers, suffix in ((0, ""), (2, ", 2 workers")):
+        batcher = make_batcher(parts[0], None if params is None else JaxAgent(act, params), n_workers)
+        pids = tuple(worker["pid"] for worker in batcher.stats()["workers"]) if n_workers else ()
+        for hand_out in (get, lease):
+            runs[hand_out.__name__ + suffix] = Run(partial(hand_out, batcher), pids)
     if task.env_id == "CartPole-v1" and not task.has_policy:
         make = partial(gymnasium.make_vec, task.env_id, vectorization_mode="vector_entry_point")
-        other = RL_Batcher.make(make, n_envs=task.n_envs, n_workers=0, n_timesteps=task.n_timesteps, seed=0)
-        other.reset()
-        runs["numpy"] = partial(get, other)
+        runs["numpy"] = Run(partial(get, make_batcher(make, None, 0)))
+        if importlib.util.find_spec("envpool") is not None:
+            runs["EnvPool"] = Run(step_envpool(task))
     return runs
 
 
 def measure(task: Task, n_repeats: int) -> dict[str, float]:
-    """Median steps per second of processor time."""
-    runs, seconds = make_runs(task), dict[str, list[float]]()
-    for repeat in range(n_repeats + 1):
-        for name, run in runs.items():
-            begin = time.process_time()
-            run()
-            if repeat:  # the first one compiles
-                seconds.setdefault(name, []).append(time.process_time() - begin)
-    return {name: task.n_envs * task.n_timesteps / statistics.median(each) for name, each in seconds.items()}
+    """Median seconds of processor time for T steps of E environments."""
+    with contextlib.ExitStack() as opened:
+        runs = make_runs(task, opened)
+        for run in runs.values():
+            run.call()  # compiles
+        turns = [{name: run.seconds() for name, run in runs.items()} for _ in range(n_repeats)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in runs}
 
 
 if __name__ == "__main__":
@@ -177,10 +214,12 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| row | bare scan | get | lease | numpy |\n| --- | --- | --- | --- | --- |")
+    columns = ("get", "lease", "get, 2 workers", "lease, 2 workers", "numpy", "EnvPool")
+    print(f"| row | bare scan | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 2)}|")
     for task in TASKS:
         if task.name in args.rows:
             found = measure(task, args.repeats)
-            bare = found.pop("bare scan")
-            shares = [f"{found[name] / bare:.2f}" if name in found else "" for name in ("get", "lease", "numpy")]
-            print(f"| {task.name} | {bare / 1e6:.3f} million steps/s | {' | '.join(shares)} |", flush=True)
+            bare = found["bare scan"]
+            shares = [f"{bare / found[name]:.2f}" if name in found else "" for name in columns]
+            speed = task.n_envs * task.n_timesteps / bare / 1e6
+            print(f"| {task.name} | {speed:.3f} million steps/s | {' | '.join(shares)} |", flush=True)

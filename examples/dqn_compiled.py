@@ -2,9 +2,9 @@
 
     python examples/dqn_compiled.py --seed 1
 
-The learner, the memory and the arguments are those of `jax_dqn.py`. Environments are gymnax's, and `RL_Batcher` compiles
-T steps of all of them and of the agent. It needs `pip install -e '.[jax-envs]'`, and prints the mean return of `--n-eval`
-episodes without random actions at the end; of an agent that acts at random it is 0.4 on Breakout:
+The learner, the memory and the arguments are those of `jax_dqn.py`. Environments are gymnax's, and `RL_Batcher`
+compiles T steps of all of them and of the agent. It needs `pip install -e '.[jax-envs]'`, and prints at the end the
+mean return of `--n-eval` episodes in which no action is random. Random ones return 0.4 on Breakout:
 
     Breakout-MinAtar: score 41.7, 300032 steps, 2268 steps/s
 """

@@ -3,8 +3,8 @@
     python examples/jax_dqn.py --seed 1
 
 One network acts in the workers and learns in the trainer. In the workers jax sees the CPU alone: they do not take the
-memory of a GPU that the learner is on. It needs `pip install -e '.[jax]'`, shows a progress bar, has the `--plot`,
-`--track` and `--trace` of `ppo.py`, and prints the mean return of `--n-eval` episodes without random actions at the end:
+memory of a GPU that the learner is on. It needs `pip install -e '.[jax]'`, has `--plot`, `--track` and `--trace` as in
+`ppo.py`, shows a progress bar, and at the end the mean return of `--n-eval` episodes in which no action is random:
 
     CartPole-v1: score 500.0, 50048 steps, 1397 steps/s
 """
@@ -169,8 +169,7 @@ class Log:
     n_steps = property(lambda self: self.kept["n_steps"])
 
     def __init__(self, args: Args) -> None:
-        # Before the first rollout: who lacks a package or a folder is to know it now.
-        self.track = open_log(args.track, vars(args))
+        self.track = open_log(args.track, vars(args))  # first: who lacks a package or a folder is to know it now
         self.figure = optional("matplotlib.figure").Figure(figsize=(9, 5)) if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)

@@ -74,6 +74,22 @@ class Policy:
         return _name_output(output), name_leaves(after, "state")
 
 
+def _as_numpy(what: str, tree: Any) -> Any:
+    """Returns a pytree with arrays of numpy in dtypes of jax.
+
+    They are copied and pickled without a device.
+    """
+
+    def convert(path: Any, leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        if array.dtype.kind in "OSUM":
+            where = f"{what}{jax.tree_util.keystr(path)}"
+            raise SpecError(f"JaxAgent: {where} is a {type(leaf).__name__}, expected an array or a number")
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+    return jax.tree_util.tree_map_with_path(convert, jax.device_get(tree))
+
+
 def _name_output(output: Any) -> dict[str, Any]:
     named = name_leaves(output, "action")
     if "action" not in (key.split("/")[0] for key in named):
@@ -101,7 +117,8 @@ class JaxAgent(RL_Agent):
 
     Raises:
         ImportError: jax is missing.
-        SpecError: at the first step, `act` is not pure, gives no action, or changes the shape of the state.
+        SpecError: a leaf of `params` or `state` is no array or number; or, at the first step, `act` is not pure, gives
+            no action, or changes the shape of the state.
 
     Example:
         >>> import jax
@@ -125,8 +142,7 @@ class JaxAgent(RL_Agent):
 
     def __init__(self, act: Callable[..., Any], params: Any = None, state: Any = None) -> None:
         self._policy = Policy(act, "agent_info" in inspect.signature(act).parameters)
-        # Arrays of numpy, which are copied and pickled without a device.
-        self._params, self._state = (jax.tree.map(np.asarray, jax.device_get(tree)) for tree in (params, state))
+        self._params, self._state = _as_numpy("params", params), _as_numpy("state", state)
         self._streams, self._keys, self._count = (0, 0), np.zeros((0, 2), np.uint32), 0
         self._is_checked = False
 

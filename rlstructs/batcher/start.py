@@ -110,22 +110,23 @@ def start_pool(settings: JobSettings, run: RunSettings, shared: tuple[SharedAren
         Exception: what building a job raised.
     """
     try:
-        if run.n_processes == 0:
-            factory = JobFactory(settings.with_copied_arguments())
-            return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)
-        return WorkerPool(
-            run.n_processes,
-            JobFactory(settings),
-            shared=shared,
-            start_method=run.start_method,
-            timeout=run.timeout,
-            preload=PRELOAD,
-            setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
-            init_worker=run.init_worker,
-            name="rlstructs-worker",
-        )
+        if run.n_processes:
+            return WorkerPool(
+                run.n_processes,
+                JobFactory(settings),
+                shared=shared,
+                start_method=run.start_method,
+                timeout=run.timeout,
+                preload=PRELOAD,
+                setup=WorkerSetup(partial(seed_worker_streams, settings.seeds, settings.agent_seeds)),
+                init_worker=run.init_worker,
+                name="rlstructs-worker",
+            )
+        factory = JobFactory(settings.with_copied_arguments())
     except Exception as error:
         objects = {"init_worker": run.init_worker if run.n_processes else None} | settings.objects()
         if why := explain_pickle_error(objects):
             raise TypeError(why) from error
         raise
+    # Nothing is pickled from here on: what the job raises says itself what is wrong.
+    return InlinePool(factory, shared=shared, around=PrivateStreams(), init_worker=run.init_worker)

@@ -98,6 +98,11 @@ class JaxEnv(RowDefaults):
         self._shapes, frames = _find_shapes(functions)
         frames = {key: (leaf.shape or (1,), np.dtype(leaf.dtype)) for key, leaf in frames.items()}
         refuse_reserved(frames)
+        for key, (_, dtype) in frames.items():
+            if dtype.kind not in "biufc":
+                raise SpecError(
+                    f"{functions.name}: observation {key!r} is {dtype.name}, which numpy lacks; make it float32"
+                )
         self._frames = list(frames)
         flags = {flag: ((), np.dtype(bool)) for flag in FLAGS}
         self._packing = Packing({**frames, "reward": ((), np.dtype(np.float32)), **flags, **self._last_actions})
@@ -258,8 +263,8 @@ def _find_shapes(functions: JaxFunctions) -> tuple[Any, dict[str, Any]]:
     check_like(f"{name}: the state that step returns", first[0], after[0])
     check_like(f"{name}: the observation that step returns", first[1], after[1])
     for part, each in zip(parts[2:5], after[2:5], strict=True):
-        if getattr(each, "shape", None) != ():
-            raise SpecError(f"{name}: step: {part} must be one number, got {each}")
+        if getattr(each, "shape", None) != () or np.dtype(each.dtype).kind == "c":
+            raise SpecError(f"{name}: step: {part} must be one real number, got {describe(each)}")
     return first[0], name_leaves(first[1], "frame")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from rlstructs.envs.jax_functions import FORKED
 from rlstructs.errors import SpecError
 from rlstructs.seeding import int32_seed
+from rlstructs.structures.arrays import raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
 
@@ -28,6 +30,8 @@ except ImportError as error:
     raise ImportError("jax is needed for environments in jax: pip install 'rlstructs[jax-envs]'") from error
 
 _Arrays = Mapping[str, Any]
+# Where jax says which argument or result is no array.
+NOT_ARRAY = re.compile(r"(?:a value |The problematic value is )of type <class .*?(?=, which|\.\s|$)", re.MULTILINE)
 
 
 def name_leaves(tree: Any, name: str) -> dict[str, Any]:
@@ -35,12 +39,20 @@ def name_leaves(tree: Any, name: str) -> dict[str, Any]:
 
     Names of nested entries are joined with `/`; `name` is that of a tree that is one array.
 
+    Raises:
+        SpecError: two arrays have one name, as those of `{"a/b": 1, "a": {"b": 2}}`.
+
     Example:
         >>> name_leaves({"arm": (1, 2), "goal": 3}, "frame"), name_leaves(4, "frame")
         ({'arm/0': 1, 'arm/1': 2, 'goal': 3}, {'frame': 4})
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {"/".join(map(_name_step, path)) or name: leaf for path, leaf in leaves}
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        key = "/".join(map(_name_step, path)) or name
+        if key in named:
+            raise SpecError(f"two arrays are called {key!r}: names of nested entries are joined with '/'")
+        named[key] = leaf
+    return named
 
 
 def _name_step(step: Any) -> str:
@@ -80,12 +92,23 @@ def tensor_of_jax(array: Any) -> torch.Tensor:
 
 def tensors_of_jax(columns: _Arrays) -> DictTensor:
     """Copies arrays of jax, by name, to tensors on the CPU."""
-    return DictTensor.trusted({key: torch.from_numpy(np.array(array)) for key, array in columns.items()})
+    return DictTensor.trusted({key: _copy_to_tensor(array) for key, array in columns.items()})
+
+
+def _copy_to_tensor(array: Any) -> torch.Tensor:
+    copied = np.array(array)
+    is_known = copied.dtype != jax.numpy.bfloat16  # torch does not know it as a dtype of numpy
+    return torch.from_numpy(copied) if is_known else tensor_of(copied.view(np.int16), torch.bfloat16)
 
 
 def arrays_of_tensors(tensors: DictTensor) -> dict[str, np.ndarray]:
     """Returns tensors, by name, as arrays for a compiled function."""
-    return {key: tensor.detach().cpu().numpy() for key, tensor in tensors.items()}
+    return {key: _as_array(tensor) for key, tensor in tensors.items()}
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    array = raw_of(tensor.detach().cpu())
+    return array.view(jax.numpy.bfloat16) if tensor.dtype is torch.bfloat16 else array
 
 
 def select_rows(which: Any, one: Any, other: Any) -> Any:
@@ -113,7 +136,8 @@ def trace(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises:
         SpecError: it is no pure function: it needs numbers where jax knows only shapes, uses what an earlier call has
-            kept, prints what it traces, or computes something else the second time.
+            kept, prints what it traces, or computes something else the second time; or it takes or returns something
+            that is no array.
     """
     printed = io.StringIO()
     try:
@@ -124,6 +148,10 @@ def trace(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         why = f"{type(error).__name__}: {_first_line(str(error))}"
         raise SpecError(f"{what} is not a pure function that jax can compile: {why}") from error
+    except TypeError as error:
+        if (found := NOT_ARRAY.search(str(error))) is None:
+            raise
+        raise SpecError(f"{what} takes or returns something that is no array: {found[0]}") from error
     if any(name in printed.getvalue() for name in ("Traced<", "Tracer(")):
         text = _first_line(printed.getvalue())
         raise SpecError(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import gymnasium
 import jax
@@ -19,6 +22,8 @@ from rlstructs import GymEnv, JaxAgent, RL_Batcher, SpecError
 from rlstructs.envs import jax_trees
 from rlstructs.memories.jax import RandomMemory as JaxMemory
 from rlstructs.memories.torch import RandomMemory
+
+TESTS = Path(__file__).parent.parent
 
 
 def rollout(batcher):
@@ -243,6 +248,11 @@ def growing_step(key, state, action, params):
     return {**state, "at": state["at"] * jax.numpy.ones(2)}, *rest
 
 
+def complex_step(key, state, action, params):
+    state, seen, _, *rest = WALK.step(key, state, action, params)
+    return state, seen, 1j, *rest
+
+
 def short_step(key, state, action, params):
     return WALK.step(key, state, action, params)[:4]
 
@@ -256,6 +266,7 @@ def short_step(key, state, action, params):
         ({"step": branching_step}, "walk: step is not a pure function .*: TracerBoolConversionError"),
         ({"step": printing_step}, "walk: step prints '.*Trace.*use jax.debug.print"),
         ({"step": growing_step}, r"walk: the state that step returns: 'at' is float32 \(2,\), expected int32 \(\)"),
+        ({"step": complex_step}, r"walk: step: reward must be one real number, got complex64 \(\)"),
         ({"step": short_step}, r"walk: step must return \(state, .*info\), got 4 values"),
     ],
 )
@@ -281,9 +292,102 @@ def test_an_agent_that_is_not_pure_is_refused():
             RL_Batcher.make(WALK, JaxAgent(act, None, np.float32(0)), n_envs=2, n_workers=0)
 
 
+def move(**more):
+    return {"action": {"way": 1, "push": jax.numpy.zeros(2)}, **more}
+
+
+def test_an_agent_that_keeps_what_it_was_shown_is_refused_although_it_cannot_be_pickled_any_more():
+    kept = []
+
+    def act(params, state, observation, key):
+        kept.append(observation["at"])
+        return move(n=len(kept)), state
+
+    with pytest.raises(SpecError, match="agent: act is not a pure function: called again with the same arguments"):
+        RL_Batcher.make(WALK, JaxAgent(act), n_envs=2, n_workers=0)
+
+
+def test_what_is_no_array_is_refused_with_its_place():
+    def named(params, state, observation, key):
+        return move(name="walker"), state
+
+    with pytest.raises(SpecError, match=r"agent: act takes or returns .* no array: .*str.*\['name'\]"):
+        RL_Batcher.make(WALK, JaxAgent(named), n_envs=2, n_workers=0)
+    functions = dataclasses.replace(WALK, params={**WALK.params, "kind": "steep"})
+    with pytest.raises(SpecError, match=r"walk: reset takes or returns .* no array: .*str.*\['kind'\]"):
+        RL_Batcher.make(functions, n_envs=2, n_workers=0)
+    for leaf in (jax.nn.relu, "steep"):
+        with pytest.raises(SpecError, match=r"JaxAgent: params\['kind'\] is a .*, expected an array or a number"):
+            JaxAgent(named, {"kind": leaf})
+
+
+def with_observation(seen):
+    """The walk with another observation."""
+
+    def reset(key, params):
+        return WALK.reset(key, params)[0], seen
+
+    def step(key, state, action, params):
+        state, _, *rest = WALK.step(key, state, action, params)
+        return state, seen, *rest
+
+    return dataclasses.replace(WALK, reset=reset, step=step)
+
+
+def test_observations_that_cannot_be_stored_are_refused_with_their_name():
+    for seen, message in (
+        ({"a/b": 0.0, "a": {"b": 1.0}}, "two arrays are called 'a/b'"),
+        ({"at": jax.numpy.bfloat16(0)}, "walk: observation 'at' is bfloat16, which numpy lacks; make it float32"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            RL_Batcher.make(with_observation(seen), n_envs=2, n_workers=0)
+
+
+@pytest.mark.parametrize(
+    ("initial", "dtype"), [(0, torch.int32), (np.float64(0), torch.float32), (jax.numpy.bfloat16(0), torch.bfloat16)]
+)
+@pytest.mark.parametrize("cls", [JaxAgent, Stepping])
+def test_states_and_outputs_have_the_dtypes_that_jax_gives_them(cls, initial, dtype):
+    def act(params, state, observation, key):
+        return move(n=state), state + 1
+
+    agent = cls(act, {"unused": 1.0}, initial)
+    with RL_Batcher.make(WALK, agent, n_envs=2, n_workers=0, n_timesteps=5, seed=0) as batcher:
+        batcher.reset()
+        steps = rollout(batcher).trajectories
+        batcher.update({"unused": 2.0})
+        rollout(batcher)
+    assert steps["action/n"].dtype == dtype
+    assert steps["action/n"][:, 0].tolist() == [0, 0] and steps["action/n"].max() >= 1
+
+
 def test_workers_of_environments_in_jax_are_not_forked():
     with pytest.raises(SpecError, match="start_method: .*jax.*forkserver.*got 'fork'"):
         RL_Batcher.make(WALK, n_envs=2, n_workers=2, start_method="fork")
+
+
+FORKING = """
+import sys
+from rlstructs import RandomAgent, RL_Batcher, SpecError
+
+def create_env(seed):
+    from jax_walk import WALK
+    from rlstructs import JaxEnv
+    return JaxEnv(WALK, 1, seed)
+
+assert "jax" not in sys.modules  # a process that has started jax may hang in the fork itself
+try:
+    RL_Batcher(3, RandomAgent, {}, create_env, {}, 2, 0, start_method="fork")
+except SpecError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_that_a_forked_worker_makes_is_refused(subprocess_env):
+    env = {**subprocess_env, "PYTHONPATH": os.pathsep.join([str(TESTS), subprocess_env.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, env=env)
+    assert done.stdout.startswith("start_method: jax hangs if it is forked; expected 'forkserver'"), done.stderr
 
 
 def test_an_agent_in_jax_acts_for_the_environments_that_still_run_and_is_compiled_once():
