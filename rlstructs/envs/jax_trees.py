@@ -31,7 +31,9 @@ except ImportError as error:
 
 _Arrays = Mapping[str, Any]
 # Where jax says which argument or result is no array.
-NOT_ARRAY = re.compile(r"(?:a value |The problematic value is )of type <class .*?(?=, which|\.\s|$)", re.MULTILINE)
+NOT_ARRAY = re.compile(
+    r"(Argument .* |a value |The problematic value is )of type <class .*?(?=, which|\.\s|$)", re.MULTILINE
+)
 
 
 def name_leaves(tree: Any, name: str) -> dict[str, Any]:
