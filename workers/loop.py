@@ -33,12 +33,12 @@ from typing import Any
 
 from rlstructs.workers import failures, logs, main_module, messages, pickling
 from rlstructs.workers.arena import Descriptor
-from rlstructs.workers.channel import Channel
 from rlstructs.workers.errors import suggest_next_step
 from rlstructs.workers.failures import add_note
 from rlstructs.workers.imports import uncollected_imports
 from rlstructs.workers.interrupts import leave_sigterm_to
 from rlstructs.workers.main_module import explain_left_out
+from rlstructs.workers.messages import Channel
 from rlstructs.workers.settings import SETTINGS, quiet_imports, write_settings
 
 # Set to 1 in each worker: W workers with a thread per core each would compete for the cores.

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from rlstructs.workers import interrupts, loop, messages, pickling, start
 from rlstructs.workers.arena import FORBIDDEN, Descriptor, open_pidfd
-from rlstructs.workers.channel import Channel, milliseconds_until
 from rlstructs.workers.errors import (
     StartError,
     WorkerCrashed,
@@ -26,7 +25,7 @@ from rlstructs.workers.errors import (
 )
 from rlstructs.workers.failures import Failure
 from rlstructs.workers.logs import LogPipe
-from rlstructs.workers.messages import Future, State
+from rlstructs.workers.messages import Channel, Future, State, milliseconds_until
 
 # Seconds to wait for an exit code: a fork server sends it a little after the pipe has ended.
 EXIT_CODE_DELAY = 1.0

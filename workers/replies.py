@@ -14,12 +14,11 @@ from multiprocessing import util
 from typing import Any
 
 from rlstructs.workers import messages, pickling
-from rlstructs.workers.channel import deadline_in, milliseconds_until
 from rlstructs.workers.errors import WorkerError, WorkerTimeout, check_owner, strip_traceback
 from rlstructs.workers.failures import Failure
 from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.logs import LogPipe
-from rlstructs.workers.messages import Build, Call, Future, Post, Result, State
+from rlstructs.workers.messages import Build, Call, Future, Post, Result, State, deadline_in, milliseconds_until
 from rlstructs.workers.process import WorkerProcess
 
 

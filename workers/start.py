@@ -32,10 +32,10 @@ from typing import Any
 
 from rlstructs.workers import imports as import_path
 from rlstructs.workers.arena import open_pidfd
-from rlstructs.workers.channel import deadline_in, milliseconds_until
 from rlstructs.workers.errors import StartError
 from rlstructs.workers.fork_server import ForkServer
 from rlstructs.workers.interrupts import defer_interrupt
+from rlstructs.workers.messages import deadline_in, milliseconds_until
 
 # Milliseconds between two checks for a Ctrl-C while a fork server does not answer.
 SIGINT_DELAY = 100.0

@@ -31,9 +31,8 @@ from rlstructs.workers import (
     arena,
     limits,
 )
-from rlstructs.workers.channel import Channel
 from rlstructs.workers.interrupts import defer_interrupt
-from rlstructs.workers.messages import Post
+from rlstructs.workers.messages import Channel, Post
 
 # Seconds. Only reached when something hangs.
 

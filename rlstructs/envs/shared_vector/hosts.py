@@ -23,9 +23,8 @@ from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import WorkerStreams
 from rlstructs.worker_setup.setup import WorkerSetup
 from rlstructs.workers import SharedArena, WorkerPool, failures, pickling
-from rlstructs.workers.channel import deadline_in
 from rlstructs.workers.interrupts import defer_interrupt
-from rlstructs.workers.messages import AT_ONCE, Future, Post, gather_values
+from rlstructs.workers.messages import AT_ONCE, Future, Post, deadline_in, gather_values
 from rlstructs.workers.pickling import explain_pickle_error
 
 PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
