@@ -1,4 +1,4 @@
-"""The messages of a pipe, requests one way and replies the other; and a worker's private pipe.
+"""The messages of a pipe, requests and replies, and the pipe itself.
 
 cloudpickle pickles them all: lambdas, closures and classes of a script arrive by value, so a worker never imports the
 program's main module. The one exception is a `Post`, whose bytes the job itself reads and writes: it is for requests

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlstructs.errors import StateError
-from rlstructs.shared.loan import Loan
+from rlstructs.shared.reading import Loan
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import missing_key_error

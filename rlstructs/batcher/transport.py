@@ -14,10 +14,8 @@ from rlstructs.batcher import arguments
 from rlstructs.batcher.worker_record import Records, RolloutOrder
 from rlstructs.episodes import NAMES_OF_STEPS, EpisodeTracker
 from rlstructs.shared.layout import FIRST_BEHIND, POLICY_VERSION, Layout
-from rlstructs.shared.loan import Loan
-from rlstructs.shared.reading import step_versions
-from rlstructs.shared.slot_columns import columns_of, write_columns
-from rlstructs.shared.slots import ALL_ROLLOUTS, SlotBuffers, Slots
+from rlstructs.shared.reading import Loan, step_versions
+from rlstructs.shared.slots import ALL_ROLLOUTS, SlotBuffers, Slots, columns_of, write_columns
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.arrays import TensorSpec
 from rlstructs.structures.dict_tensor import DictTensor

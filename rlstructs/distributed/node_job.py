@@ -30,8 +30,7 @@ from rlstructs.rollout.evaluation import Standing
 from rlstructs.rollout.job import FailureGuard
 from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.rollout.probe import JobDescription, Specs
-from rlstructs.shared.slot_columns import columns_of
-from rlstructs.shared.slots import STATE
+from rlstructs.shared.slots import STATE, columns_of
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.trace.board import BoardRecording, Excerpt

@@ -15,10 +15,8 @@ import torch
 from rlstructs.batcher.transport import Batch
 from rlstructs.distributed.actor import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
-from rlstructs.shared.layout import Layout, specs_of_steps
-from rlstructs.shared.packing import Packing, Rows
+from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Layout, Packing, Rows, specs_of_steps
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of
-from rlstructs.shared.slot_columns import ACTION, FINAL, SEEN
 from rlstructs.structures.arrays import TensorSpec, find_true, raw_dtype, raw_of, tensors_of
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
@@ -54,9 +52,9 @@ class Part(Mapping[str, np.ndarray]):
             return self._copies[name]
         array, start = self._recorded.sources[name]
         steps = array[:, start : start + self.n_timesteps]
-        if not name.startswith(FINAL) or not self._recorded.reset.any():
+        if not name.startswith(FOLLOWING) or not self._recorded.reset.any():
             return steps
-        copy = self._copies[name] = self._put_finals(name.removeprefix(FINAL), steps)
+        copy = self._copies[name] = self._put_finals(name.removeprefix(FOLLOWING), steps)
         return copy
 
     def _put_finals(self, key: str, steps: np.ndarray) -> np.ndarray:
@@ -102,7 +100,7 @@ class PartBuilder:
         blocks = blocks_of(self._packing, columns, SEEN)
         seen = self._packing.views(blocks)
         sources = sources_of(seen, {key: columns[ACTION + key] for key in self.layout.action})
-        finals = partial(_get_finals, self._packing, blocks_of(self._packing, columns, FINAL))
+        finals = partial(_get_finals, self._packing, blocks_of(self._packing, columns, FOLLOWING))
         recorded = RecordedSteps(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
         return Part(node, recorded, columns["first_steps"], {name: columns[name] for name in self.layout.info})
 

@@ -19,7 +19,7 @@ from rlstructs.envs.spaces import copy_sample, example_value, nest
 from rlstructs.envs.stepping import Episode, LoggedEnv, SingleEnv, reward_array
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.seeding import environment_seeds
-from rlstructs.shared.packing import Rows, Target
+from rlstructs.shared.layout import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.trace import lane as lanes
 from rlstructs.workers.public_names import set_module

@@ -17,7 +17,7 @@ from rlstructs.envs.gym_env import GymEnvInf, copy_observation
 from rlstructs.envs.row_env import Pace, Step, check_running
 from rlstructs.envs.stepping import Episode, SingleEnv, add_origin, explain_step_error
 from rlstructs.errors import SpecError
-from rlstructs.shared.packing import Target
+from rlstructs.shared.layout import Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 

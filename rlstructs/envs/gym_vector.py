@@ -25,7 +25,7 @@ from rlstructs.envs.stepping import SingleEnv, add_origin, check_step, read_rese
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError, StateError
 from rlstructs.seeding import environment_seeds, int32_seed
-from rlstructs.shared.packing import Rows, Target
+from rlstructs.shared.layout import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 

@@ -32,7 +32,7 @@ from rlstructs.envs.spaces import list_leaves, nest
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.seeding import environment_seeds, next_stream
-from rlstructs.shared.packing import Packing, Rows, Target
+from rlstructs.shared.layout import Packing, Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 

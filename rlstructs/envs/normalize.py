@@ -36,7 +36,7 @@ from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.moments import Moments
-from rlstructs.shared.packing import RECORD, Packing, Rows, Target
+from rlstructs.shared.layout import RECORD, Packing, Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 

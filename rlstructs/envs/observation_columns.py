@@ -12,7 +12,7 @@ from rlstructs.envs.action_reader import ActionReader
 from rlstructs.envs.env_infos import PREFIX, InfoColumns
 from rlstructs.envs.spaces import FEW, Column, Leaf, example_value, list_leaves
 from rlstructs.errors import SpecError
-from rlstructs.shared.packing import Packing, Rows
+from rlstructs.shared.layout import Packing, Rows
 
 
 class ObservationRows:

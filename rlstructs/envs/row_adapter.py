@@ -13,7 +13,7 @@ from rlstructs.envs.row_env import NO_ROWS, RowDefaults, RowEnv, SharedStatistic
 from rlstructs.envs.stepping import SingleEnv
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.shared.packing import Packing, Rows, Target
+from rlstructs.shared.layout import Packing, Rows, Target
 from rlstructs.structures.arrays import TensorSpec, as_array, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 

@@ -15,7 +15,7 @@ from rlstructs.envs.env_list import LivesRule
 from rlstructs.envs.stepping import SingleEnv
 from rlstructs.errors import SpecError, StateError
 from rlstructs.moments import Moments
-from rlstructs.shared.packing import Rows, Target
+from rlstructs.shared.layout import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 
 NO_ROWS = np.zeros(0, np.int64)

@@ -33,8 +33,8 @@ from rlstructs.rollout.progress import Clock, RolloutReply, WorkerProgress
 from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.rollout.waiting import acquire_waiting, check_history
 from rlstructs.seeding import PrivateStreams, life_seed, seed_global_streams
+from rlstructs.shared.layout import Rows
 from rlstructs.shared.module_state import update_agent
-from rlstructs.shared.packing import Rows
 from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.shared.weights import Inbox, Packed
 from rlstructs.structures.arrays import specs_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlstructs.envs.row_env import NO_ROWS
 from rlstructs.moments import Moments
-from rlstructs.shared.packing import Rows
+from rlstructs.shared.layout import Rows
 from rlstructs.structures.dict_tensor import DictTensor
 
 

@@ -1,4 +1,9 @@
-"""The columns in shared memory, and where they lie."""
+"""The columns in shared memory, and where they lie.
+
+Observations lie packed: all keys with one number per row share a record. An observation has about six keys of one
+number each (reward, flags, last action). Copying them one by one at every step would take longer than copying the
+observation itself; a record is copied at once.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,17 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from rlstructs.shared.packing import Packing
-from rlstructs.structures.arrays import TensorSpec, numpy_specs
+from rlstructs.errors import SpecError
+from rlstructs.structures.arrays import Spec, TensorSpec, numpy_specs
+from rlstructs.structures.dict_tensor import DictTensor
 
+# How the names of columns begin: observations, outputs of the agent, and observations that follow.
+SEEN, ACTION, FOLLOWING = "observation/", "action/", "_observation/"
 # In bytes: the size of a cache line, and what jax needs to share memory.
 ALIGNMENT = 64
 Specs = Mapping[str, TensorSpec]
@@ -19,6 +29,136 @@ Specs = Mapping[str, TensorSpec]
 # becomes of that in what is handed out, the number of updates of each step's agent.
 FIRST_BEHIND, POLICY_VERSION = "first_behind", "policy_version"
 COUNT: TensorSpec = ((), torch.int64)
+# The name of the block that holds the record; no key may have it.
+RECORD = "\0record"
+
+
+class Packing:
+    """The block of each key of an observation, and its place there.
+
+    Both are independent of the order of the specs.
+
+    Args:
+        specs: key -> row shape and dtype.
+
+    Raises:
+        SpecError: a key has the name of the record.
+
+    Attributes:
+        specs: the argument.
+        blocks: block -> row shape and dtype of its array; a record is opaque, so that numpy copies bytes.
+
+    Example:
+        >>> specs = {"frame": ((4,), np.dtype("f4")), "reward": ((), np.dtype("f4")), "done": ((), np.dtype("?"))}
+        >>> Packing(specs).blocks
+        {'\\x00record': ((), dtype('V8')), 'frame': ((4,), dtype('float32'))}
+    """
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        if RECORD in specs:
+            raise SpecError(f"observation: a key may not be called {RECORD!r}, which is the name of records")
+        self.specs = dict(specs)
+        small = {key: spec for key, spec in specs.items() if np.prod(spec[0], dtype=int) == 1}
+        self.record = _record(small)
+        self.blocks: dict[str, Spec] = {RECORD: ((), np.dtype(f"V{self.record.itemsize}"))} if small else {}
+        self.blocks |= {key: spec for key, spec in specs.items() if key not in small}
+
+    def views(self, blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns views of the values of all keys, in the order of the specs.
+
+        It is as fast as one call of `view`.
+        """
+        record = blocks[RECORD].view(self.record) if RECORD in self.blocks else None
+        return {key: blocks[key] if key in self.blocks else record[key] for key in self.specs}  # type: ignore[index]
+
+    def view(self, blocks: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+        """Returns a view of a key's values in these blocks, with its dtype."""
+        return blocks[key] if key in self.blocks else blocks[RECORD].view(self.record)[key]
+
+
+def _record(specs: Mapping[str, Spec]) -> np.dtype[Any]:
+    """Returns the dtype of a record with these fields.
+
+    Each field is aligned to its size, the record to the widest field.
+    """
+    offsets, offset = {}, 0
+    # Sorted by name too, because environments in other processes may order their keys differently.
+    for key, (_, dtype) in sorted(specs.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
+        offsets[key], offset = offset, offset + dtype.itemsize
+    widest = max((dtype.itemsize for _, dtype in specs.values()), default=1)
+    return np.dtype(
+        {
+            "names": list(specs),
+            "formats": [(dtype, shape) for shape, dtype in specs.values()],
+            "offsets": [offsets[key] for key in specs],
+            "itemsize": max(1, -(-offset // widest) * widest),
+        }
+    )
+
+
+class Rows:
+    """n rows of observations.
+
+    Attributes:
+        packing: says in which block a key lies.
+        blocks: block -> (n, ...).
+    """
+
+    __slots__ = ("blocks", "packing")
+
+    def __init__(self, packing: Packing, blocks: dict[str, np.ndarray]) -> None:
+        self.packing, self.blocks = packing, blocks
+
+    @classmethod
+    def zeros(cls, packing: Packing, n: int) -> Rows:
+        """Makes n rows of zeros."""
+        return cls(packing, {name: np.zeros((n, *shape), dtype) for name, (shape, dtype) in packing.blocks.items()})
+
+    @classmethod
+    def of(cls, packing: Packing, arrays: Mapping[str, np.ndarray]) -> Rows:
+        """Copies arrays (n, ...), one for each key, into rows."""
+        rows = cls.zeros(packing, len(next(iter(arrays.values()), ())))
+        for key, target in rows.arrays().items():
+            target[...] = arrays[key]
+        return rows
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """Returns a view of the values of a key."""
+        return self.packing.view(self.blocks, key)
+
+    def __len__(self) -> int:
+        return next((len(block) for block in self.blocks.values()), 0)
+
+    def take(self, index: Any) -> Rows:
+        """Returns the rows at an index.
+
+        They are views for a slice, copies for an array of indexes or a mask.
+        """
+        return Rows(self.packing, {name: block[index] for name, block in self.blocks.items()})
+
+    def join(self, other: Rows) -> Rows:
+        """Copies these rows and, after them, others with the same packing."""
+        return Rows(self.packing, {name: np.concatenate([b, other.blocks[name]]) for name, b in self.blocks.items()})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns views of the values of all keys, in the order of the specs."""
+        return self.packing.views(self.blocks)
+
+    def tensors(self) -> DictTensor:
+        """Copies the values of all keys to tensors."""
+        return DictTensor.trusted({key: torch.from_numpy(np.array(a, order="C")) for key, a in self.arrays().items()})
+
+
+class Target(NamedTuple):
+    """Rows to be written.
+
+    Attributes:
+        rows: the rows.
+        arrays: views of the values of all keys in these rows.
+    """
+
+    rows: Rows
+    arrays: dict[str, np.ndarray]
 
 
 def specs_of_steps(observation: Specs, action: Specs) -> dict[str, TensorSpec]:
@@ -26,9 +166,8 @@ def specs_of_steps(observation: Specs, action: Specs) -> dict[str, TensorSpec]:
 
     They are in the order of `sources_of`.
     """
-    specs = {f"observation/{key}": spec for key, spec in observation.items()}
-    specs |= {f"action/{key}": spec for key, spec in action.items()}
-    return specs | {f"_observation/{key}": spec for key, spec in observation.items()}
+    parts = {SEEN: observation, ACTION: action, FOLLOWING: observation}
+    return {prefix + key: spec for prefix, specs in parts.items() for key, spec in specs.items()}
 
 
 @dataclass(frozen=True)
@@ -112,16 +251,16 @@ class Layout:
     def _columns(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool]]:
         n_timesteps = self.n_timesteps
         for name, shape, dtype in self._blocks():
-            yield f"observation/{name}", (n_timesteps + 1, *shape), dtype, False
+            yield SEEN + name, (n_timesteps + 1, *shape), dtype, False
         for key, (shape, dtype) in self.action.items():
-            yield f"action/{key}", (n_timesteps, *shape), dtype, False
+            yield ACTION + key, (n_timesteps, *shape), dtype, False
         for name, (shape, dtype) in self.info.items():
             yield name, shape, dtype, False
         yield "reset", (n_timesteps,), torch.bool, False
         yield "lengths", (), torch.int64, False
         yield "first_steps", (), torch.int64, False
         for name, shape, dtype in self._blocks():
-            yield f"_observation/{name}", (n_timesteps, *shape), dtype, True
+            yield FOLLOWING + name, (n_timesteps, *shape), dtype, True
 
     @property
     def reserved_nbytes(self) -> int:

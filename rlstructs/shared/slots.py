@@ -8,7 +8,7 @@
     lengths         (N,)            number of steps
     first_steps     (N,)            number of the first step in its environment's count
 
-An observation is stored once, in one column for each of its blocks (`packing.py`). Pages of `_observation` take memory
+An observation is stored once, in one column for each of its blocks (`layout.py`). Pages of `_observation` take memory
 only where an episode ended.
 """
 
@@ -27,12 +27,9 @@ import torch
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.dtypes import dtype_name
-from rlstructs.shared.compaction import Mover, view_entries
-from rlstructs.shared.layout import Field, Layout, specs_of_steps
-from rlstructs.shared.loan import Loan
-from rlstructs.shared.packing import Packing, Rows
-from rlstructs.shared.reading import FOLLOWING, Finals, RecordedSteps, blocks_of, patch_finals, sources_of
-from rlstructs.shared.writing import LazyCopies, Steps, Time, check_output, make_staged_steps
+from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Field, Layout, Packing, Rows, specs_of_steps
+from rlstructs.shared.reading import Finals, Loan, RecordedSteps, blocks_of, patch_finals, sources_of
+from rlstructs.shared.writing import LazyCopies, Mover, Steps, Time, check_output, make_staged_steps, view_entries
 from rlstructs.structures.arrays import as_array, find_true, put, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys, show
@@ -84,9 +81,9 @@ class Slots:
         self.first_steps: np.ndarray = self._columns["first_steps"].numpy()
         self._reset: np.ndarray = self._columns["reset"].numpy()
         self._packing = layout.packing()
-        self._final = self._blocks("_observation/")
+        self._final = self._blocks(FOLLOWING)
         action = {key: self._columns[f"action/{key}"] for key in layout.action}
-        self._steps = Steps(self._packing, self._blocks("observation/"), action)
+        self._steps = Steps(self._packing, self._blocks(SEEN), action)
         # Where a rollout is written: to the slots, or to a stage beside them.
         self._written, self._mover = self._steps, Mover(self.n)
         self._stage: Steps | None = None
@@ -237,7 +234,7 @@ class Slots:
         for key, array in self._steps.action.items():
             array[...] = columns[f"action/{key}"]
         for key, array in self._steps.arrays.items():
-            array[:, :-1], array[:, -1] = columns[f"observation/{key}"], columns[FOLLOWING + key][:, -1]
+            array[:, :-1], array[:, -1] = columns[SEEN + key], columns[FOLLOWING + key][:, -1]
         at, times = find_true(whole.reset)
         finals = Rows.of(self._packing, {key: columns[FOLLOWING + key][at, times] for key in self._steps.arrays})
         self._reset[at, times] = True
@@ -419,3 +416,41 @@ class SlotBuffers:
     @property
     def _stride(self) -> int:
         return -(-self.layout.reserved_nbytes // ALLOCATIONGRANULARITY) * ALLOCATIONGRANULARITY
+
+
+def columns_of(slots: Slots, rows: np.ndarray, n_timesteps: int) -> dict[str, np.ndarray]:
+    """Returns the content of slots, by column.
+
+    It has these rows and the first timesteps; views where this is all of a column. Columns that are only valid where an
+    environment was reset have only these entries, in the order of `find_true`.
+    """
+    index = slice(None) if rows.size == slots.n else rows
+    reset = raw_of(slots.column("reset"))[index, :n_timesteps]
+    at, times = find_true(reset)
+    columns = {}
+    for field in slots.layout.fields:
+        column = raw_of(slots.column(field.name))
+        if field.sparse:
+            columns[field.name] = column[at if isinstance(index, slice) else rows[at], times]
+            continue
+        if field.name.startswith((SEEN, ACTION)) or field.name == "reset":
+            column = column[:, : n_timesteps + field.name.startswith(SEEN)]
+        columns[field.name] = np.ascontiguousarray(column[index])
+    return columns
+
+
+def write_columns(slots: Slots, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+    """Writes the result of `columns_of` to these rows.
+
+    It must have as many rows, from slots of the same layout.
+    """
+    at, times = find_true(columns["reset"])
+    slots.empty(rows)
+    for field in slots.layout.fields:
+        column, found = raw_of(slots.column(field.name)), columns[field.name]
+        if field.sparse:
+            column[rows[at], times] = found
+        elif field.name.startswith((SEEN, ACTION)) or field.name == "reset":
+            column[rows, : found.shape[1]] = found
+        else:
+            column[rows] = found

@@ -24,7 +24,7 @@ from rlstructs import (
 from rlstructs.envs import NormalizeObservation, VecEnv
 from rlstructs.envs.row_adapter import RowAdapter, WritingRowAdapter, row_env
 from rlstructs.envs.row_env import take_statistics
-from rlstructs.shared.packing import Rows, Target
+from rlstructs.shared.layout import Rows, Target
 from rlstructs.testing import check_env
 
 NO_INFO = DictTensor()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rlstructs import DictTensor, GymEnv, GymEnvInf, RL_Batcher
 from rlstructs.shared import slots
-from rlstructs.shared.layout import Layout
-from rlstructs.shared.packing import Rows
+from rlstructs.shared.layout import Layout, Rows
 from rlstructs.shared.slots import Slots
 from rlstructs.structures.arrays import find_true
 

@@ -20,7 +20,7 @@ from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.errors import SpecError
 from rlstructs.integrations.pettingzoo.agents import AgentGroup, Shown, make_environments, read_agents, read_spaces
 from rlstructs.seeding import environment_seeds
-from rlstructs.shared.packing import Rows, Target
+from rlstructs.shared.layout import Rows, Target
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.workers.public_names import set_module
 
