@@ -16,9 +16,8 @@ from rlstructs.checks import can_hold
 from rlstructs.envs.array_values import native_dtype
 from rlstructs.envs.spaces import Leaf, list_leaves, nest, nest_rows
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.structures.arrays import as_array
+from rlstructs.structures.arrays import as_array, fit_to_jax
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.interop import fit_to_jax
 from rlstructs.structures.tree import show
 
 # Takes the key of an action and its array, which nobody else uses; returns what an environment takes.

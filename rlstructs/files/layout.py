@@ -29,7 +29,7 @@ from rlstructs.files.archives import BITS, HEADER, Reader
 from rlstructs.files.hdf5 import open_h5, write_h5
 from rlstructs.files.opening import is_of_system, parse_json
 from rlstructs.files.zstd import pack, unpack
-from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.frameworks.torch import dtype_name
 
 FORMAT, VERSION = "rlstructs", 1
 WRITERS: Mapping[str, Callable[..., None]] = {**archives.WRITERS, ".h5": write_h5}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, is_size
-from rlstructs.frameworks.dtypes import FLOAT8
+from rlstructs.frameworks.torch import FLOAT8
 
 # The integers that store the bits of dtypes that numpy lacks.
 BITS = {

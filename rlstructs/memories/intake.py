@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.frameworks.torch import dtype_name
 from rlstructs.memories.tensors import Tensors, find_ends
 from rlstructs.replay.intake.arrays import encoded
 from rlstructs.replay.intake.intake import FILL, GROW, Intake

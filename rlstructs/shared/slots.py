@@ -26,7 +26,7 @@ import torch
 
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.frameworks.torch import dtype_name
 from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Field, Layout, Packing, Rows, specs_of_steps
 from rlstructs.shared.reading import Finals, Loan, RecordedSteps, blocks_of, patch_finals, sources_of
 from rlstructs.shared.writing import LazyCopies, Mover, Steps, Time, check_output, make_staged_steps, view_entries

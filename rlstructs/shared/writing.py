@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.frameworks.dtypes import dtype_name
+from rlstructs.frameworks.torch import dtype_name
 from rlstructs.shared.layout import Packing, Rows, Target
 from rlstructs.structures.arrays import TensorSpec, put, raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor

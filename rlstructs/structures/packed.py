@@ -12,13 +12,11 @@ from torch.nn.utils.rnn import PackedSequence
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
 from rlstructs.structures import segments as seg
-from rlstructs.structures.arrays import as_array
+from rlstructs.structures.arrays import as_array, map_tree, to_tensordict
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.interop import map_tree, to_tensordict
-from rlstructs.structures.pack_layout import NAMES, SHOWN, Layout
+from rlstructs.structures.pack_layout import NAMES, SHOWN, Layout, run_in_blocks, sort_state
 from rlstructs.structures.segments import BY, FILLER, STATE, Piece
 from rlstructs.structures.temporal_dict_tensor import FIRST_STEPS, TemporalDictTensor
-from rlstructs.structures.time_major import run_in_blocks, sort_state
 from rlstructs.structures.tree import TensorMap, check_same_keys, flatten, show, show_fields
 from rlstructs.workers.public_names import set_module
 

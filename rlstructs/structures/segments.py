@@ -14,7 +14,7 @@ import torch
 
 from rlstructs.checks import UNKNOWN
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.frameworks.dtypes import CARRIERS, dtype_name
+from rlstructs.frameworks.torch import CARRIERS, dtype_name
 from rlstructs.structures.arrays import as_array, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

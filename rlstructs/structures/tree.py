@@ -14,10 +14,17 @@ import torch
 
 from rlstructs.errors import FileError, MissingKeyError, SpecError
 from rlstructs.files import layout
-from rlstructs.frameworks.dtypes import CARRIERS, UNSUPPORTED, dtype_error, dtype_name, from_picklable, to_picklable
-from rlstructs.frameworks.torch import as_device
-from rlstructs.structures import interop
-from rlstructs.structures.interop import Tree, map_tree
+from rlstructs.frameworks.torch import (
+    CARRIERS,
+    UNSUPPORTED,
+    as_device,
+    dtype_error,
+    dtype_name,
+    from_picklable,
+    to_picklable,
+)
+from rlstructs.structures import arrays as convert
+from rlstructs.structures.arrays import Tree, map_tree
 
 S = TypeVar("S", bound="Structure")
 
@@ -112,7 +119,7 @@ class Structure:
         Raises:
             SpecError: numpy lacks a dtype.
         """
-        return interop.to_numpy(self._shown(), view)
+        return convert.to_numpy(self._shown(), view)
 
     def jax(self, view: bool = False) -> dict[str, Any]:
         """The tensors as jax arrays; 64-bit numbers become 32-bit unless jax_enable_x64 is set.
@@ -124,7 +131,7 @@ class Structure:
         Raises:
             SpecError: an integer does not fit into 32 bits, or jax lacks a dtype.
         """
-        return interop.to_jax(self._shown(), view)
+        return convert.to_jax(self._shown(), view)
 
     def warp(self, view: bool = False) -> dict[str, Any]:
         """The tensors as warp arrays.
@@ -135,34 +142,34 @@ class Structure:
         Raises:
             SpecError: a tensor has no axis, more than 4, or a dtype that warp lacks.
         """
-        return interop.to_warp(self._shown(), view)
+        return convert.to_warp(self._shown(), view)
 
     @classmethod
     def from_numpy(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
         """Makes a structure from the result of `numpy()`; copies the arrays unless `view`."""
-        return cls._from_tree(interop.from_numpy(arrays, view))
+        return cls._from_tree(convert.from_numpy(arrays, view))
 
     @classmethod
     def from_jax(cls: type[S], arrays: Mapping[str, Any]) -> S:
         """Makes a structure from the result of `jax()`; copies the arrays."""
-        return cls._from_tree(interop.from_jax(arrays))
+        return cls._from_tree(convert.from_jax(arrays))
 
     @classmethod
     def from_warp(cls: type[S], arrays: Mapping[str, Any], *, view: bool = False) -> S:
         """Makes a structure from the result of `warp()`; copies the arrays unless `view`."""
-        return cls._from_tree(interop.from_warp(arrays, view))
+        return cls._from_tree(convert.from_warp(arrays, view))
 
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict` of the same tensors, not copied; its batch size is (B,).
 
         A key with `/` becomes a key of a nested TensorDict. Needs the extra `tensordict`.
         """
-        return interop.to_tensordict(self._shown(), [self.n_elems()])
+        return convert.to_tensordict(self._shown(), [self.n_elems()])
 
     @classmethod
     def from_tensordict(cls: type[S], tensordict: Any) -> S:
         """Makes a structure from a `tensordict.TensorDict`, whose tensors it shares."""
-        return cls._from_tree(interop.from_tensordict(tensordict))
+        return cls._from_tree(convert.from_tensordict(tensordict))
 
     def save(self, path: str | Path, *, compress: bool = False) -> None:
         """Writes a file; replaces an existing one only when the new one is complete.

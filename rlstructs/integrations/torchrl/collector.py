@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rlstructs.errors import SpecError
-from rlstructs.structures.interop import nest_names
+from rlstructs.structures.arrays import nest_names
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 

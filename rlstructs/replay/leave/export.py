@@ -13,8 +13,8 @@ from rlstructs.replay.intake.arrays import from_bits
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.rows.objects import OBJECT
 from rlstructs.replay.rows.spec import Spec
+from rlstructs.structures.arrays import fit_to_jax
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.interop import fit_to_jax
 
 FRAMEWORKS = ("torch", "numpy", "jax", "warp")
 UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}

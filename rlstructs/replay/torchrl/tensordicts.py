@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from rlstructs.replay.torchrl.part import join_key
+from rlstructs.structures.arrays import to_tensordict
 from rlstructs.structures.dict_tensor import DictTensor
-from rlstructs.structures.interop import to_tensordict
 
 # Number of batch axes of a `TensorDict`, under ""; and of nested ones that have more of them, by name.
 Axes = Mapping[str, int]
