@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/contributing/architecture.md").read_text()
 DRAWING = (ROOT / "docs/contributing/data_flow.svg").read_text()
 # What of the walks is neither the trainer nor the job: the start and the body of a worker process.
-IN_WORKERS_ALONE = {"workers/loop.py", "rlstructs/worker_setup/setup.py", "workers/failures.py"}
+IN_WORKERS_ALONE = {"workers/loop.py", "rlstructs/worker_setup.py", "workers/failures.py"}
 
 
 def tree_of(page):

@@ -27,7 +27,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.structures.tree import check_same_keys, show
-from rlstructs.worker_setup.setup import check_init_worker, check_start_method
+from rlstructs.worker_setup import check_init_worker, check_start_method
 from rlstructs.workers.limits import n_cores
 
 #: The values of `on_worker_failure`.

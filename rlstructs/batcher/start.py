@@ -20,7 +20,7 @@ from rlstructs.shared.layout import COUNT, FIRST_BEHIND, Layout
 from rlstructs.shared.slots import SlotBuffers
 from rlstructs.structures.arrays import specs_of
 from rlstructs.trace.board import Board
-from rlstructs.worker_setup.setup import WorkerSetup
+from rlstructs.worker_setup import WorkerSetup
 from rlstructs.workers import InlinePool, SharedArena, WorkerPool
 from rlstructs.workers.pickling import explain_pickle_error
 from rlstructs.workers.pool import Pool

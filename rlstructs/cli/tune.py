@@ -23,7 +23,7 @@ import gymnasium
 
 from rlstructs.cli.collect import Settings, make_batcher
 from rlstructs.seeding import WorkerStreams, environment_seeds
-from rlstructs.worker_setup.setup import WorkerSetup
+from rlstructs.worker_setup import WorkerSetup
 from rlstructs.workers import WorkerPool
 
 # The first choice; then other values are tried one by one, with the best choice so far.

@@ -50,8 +50,7 @@ from rlstructs.rollout.job_settings import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.trace.board import Board, Excerpt
-from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.setup import read_libraries
+from rlstructs.worker_setup import read_libraries, read_registry
 from rlstructs.workers import pickling
 from rlstructs.workers.pickling import explain_pickle_error
 from rlstructs.workers.public_names import set_module
@@ -359,7 +358,7 @@ class NodeRecording:
 def _pickle_settings(settings: JobSettings, run: RunSettings, debug: bool) -> bytes:
     """Pickles the settings that the nodes' engines are made from."""
     try:
-        sent = NodeSettings(settings, run, debug, registry.read_registry(), read_settings(SETTINGS), read_libraries())
+        sent = NodeSettings(settings, run, debug, read_registry(), read_settings(SETTINGS), read_libraries())
         return pickling.dumps(PickledWithScript(sent))
     except Exception as error:
         if why := explain_pickle_error({"init_worker": run.init_worker} | settings.objects()):

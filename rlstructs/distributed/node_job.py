@@ -35,9 +35,7 @@ from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.trace.board import BoardRecording, Excerpt
 from rlstructs.trace.lane import EVALUATE, ORDERLESS, READ, RESET, UPDATE, during
-from rlstructs.worker_setup import registry
-from rlstructs.worker_setup.registry import Registered
-from rlstructs.worker_setup.setup import write_libraries
+from rlstructs.worker_setup import Registered, register_envs, write_libraries
 from rlstructs.workers import pickling
 from rlstructs.workers.limits import n_cores
 from rlstructs.workers.settings import SETTINGS, write_settings
@@ -215,7 +213,7 @@ class NodeJob:
         self._workers = workers
         write_settings(SETTINGS, settings.process)
         write_libraries(settings.libraries)
-        registry.register(settings.registered)
+        register_envs(settings.registered)
         self._engine = start_engine(settings.job, settings.run, settings.debug, NodeEngine)
         if states is not None:
             self._engine.renew(states)

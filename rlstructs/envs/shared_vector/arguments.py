@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from rlstructs.checks import PETTINGZOO_HINT, check_count
 from rlstructs.envs.spaces import are_equal
 from rlstructs.errors import SpecError
-from rlstructs.worker_setup.setup import check_start_method
+from rlstructs.worker_setup import check_start_method
 from rlstructs.workers.limits import n_cores
 
 RESET_MASK = "reset_mask"

@@ -21,7 +21,7 @@ from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvW
 from rlstructs.envs.shared_vector.local_host import Arguments, EnvFns, Host, LocalHost, Request, take_arrived
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import WorkerStreams
-from rlstructs.worker_setup.setup import WorkerSetup
+from rlstructs.worker_setup import WorkerSetup
 from rlstructs.workers import SharedArena, WorkerPool, failures, pickling
 from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.messages import AT_ONCE, Future, Post, deadline_in, gather_values

@@ -45,7 +45,7 @@ from rlstructs.envs.shared_vector.env_calls import CallOrder, EnvCalls, Pending
 from rlstructs.envs.shared_vector.hosts import WorkerOptions, batch_spaces, split_evenly, start_host
 from rlstructs.errors import SpecError
 from rlstructs.seeding import WorkerStreams
-from rlstructs.worker_setup.setup import check_init_worker
+from rlstructs.worker_setup import check_init_worker
 from rlstructs.workers.public_names import set_module
 
 # Methods of the vectorised environment itself, which `call` refuses.

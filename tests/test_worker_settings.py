@@ -21,7 +21,7 @@ from gymnasium import spaces
 from helpers import Count
 
 from rlstructs import GymEnv, RandomAgent, RL_Batcher, SharedVectorEnv
-from rlstructs.worker_setup.setup import TABLES, read_libraries
+from rlstructs.worker_setup import TABLES, read_libraries
 from rlstructs.workers.settings import read_settings, write_settings  # noqa: F401 - a program of a test uses it
 from rlstructs.workers.start import START_METHODS
 

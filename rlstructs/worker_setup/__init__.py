@@ -1,1 +1,0 @@
-"""Prepares workers before their first request: libraries' settings, registered environments, random streams."""
