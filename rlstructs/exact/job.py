@@ -132,8 +132,10 @@ def _choose_methods(job: RolloutJob, best: bool) -> tuple[list[str], str]:
     if not job.progress.groups:
         return [], ""
     if job.methods is None:
-        from rlstructs.exact.env_state import choose_methods  # imports gymnasium
-        from rlstructs.exact.verification import Trial
+        from rlstructs.exact.env_state import (
+            Trial,
+            choose_methods,  # imports gymnasium
+        )
 
         trial = Trial(partial(_make_env, job, job.settings.seeds[job.index]), job.running, _get_action(job))
         try:

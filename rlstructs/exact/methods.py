@@ -21,7 +21,7 @@ from rlstructs.envs.row_env import RowEnv
 from rlstructs.envs.stepping import MOST_ACTIONS, Episode, SingleEnv
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.errors import RLError
-from rlstructs.exact.adapters import find_adapter
+from rlstructs.exact.pickler import find_adapter
 
 GET_STATE, PICKLE, REPLAY, NEW_EPISODE = "get_state", "pickle", "replay", "new episode"
 # The most steps of random actions before a state is set for a test.

@@ -23,9 +23,9 @@ from rlstructs import (
 )
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.snapshots import bring_back, register, take_state
+from rlstructs.exact.env_state import Actions
 from rlstructs.exact.methods import find_difference
 from rlstructs.exact.pickler import dumps, loads
-from rlstructs.exact.verification import Actions
 
 # The table on the page about exact resumption.
 PICKLED = [
@@ -255,7 +255,7 @@ class InWorld(Count):
 
 
 def test_a_simulator_of_a_user_is_saved_by_its_adapter(monkeypatch):
-    monkeypatch.setattr("rlstructs.exact.adapters._adapters", {})
+    monkeypatch.setattr("rlstructs.exact.pickler._adapters", {})
     register(World, lambda world: world.at, World)
     check_round_trip(lambda: GymEnvInf([InWorld(5), InWorld(6)], 0), n_after=20)
     with pytest.raises(TypeError, match="^register: load must be a function, got None$"):

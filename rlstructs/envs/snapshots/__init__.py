@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from rlstructs.exact.adapters import register
     from rlstructs.exact.env_state import EnvState, bring_back, take_state
+    from rlstructs.exact.pickler import register
 
 _EXPORTS = {
     "EnvState": "env_state",
     "bring_back": "env_state",
-    "register": "adapters",
+    "register": "pickler",
     "take_state": "env_state",
 }
 
