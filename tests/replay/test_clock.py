@@ -22,7 +22,6 @@ from rlstructs.replay import (
     PrioritizedSampler,
 )
 from rlstructs.replay.draw.priorities import Priorities
-from rlstructs.replay.draw.slices import Slices
 from rlstructs.replay.keep.segmenting import Mark, find_changed
 from rlstructs.replay.rows.episodes import EPISODE
 from rlstructs.replay.rows.lanes import Clock
@@ -30,6 +29,7 @@ from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import ALL, Storage
 from rlstructs.replay.tianshou.table import Table
+from rlstructs.replay.torchrl.slice_samplers import Slices
 
 CAPACITY, N_ROWS = 8, 6
 ENDS = ("terminated", "truncated")

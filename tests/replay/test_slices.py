@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlstructs.errors import SpecError
-from rlstructs.replay.draw.slices import MEASURES, Slices
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
+from rlstructs.replay.torchrl.slice_samplers import MEASURES, Slices
 
 
 def make_storage(capacity):

@@ -354,7 +354,7 @@ def test_a_deadline_may_pass_between_any_two_looks_at_the_clock(monkeypatch, n):
         asked = pool.ask("hang", 1)
         clock = JumpingTime(n)
         with monkeypatch.context() as patch:
-            for name in ("replies", "channel", "process"):
+            for name in ("replies", "messages", "process"):
                 patch.setattr(f"rlstructs.workers.{name}.time", clock)
             pool.settle(asked)
         assert isinstance(asked[1].error, WorkerTimeout)

@@ -31,7 +31,7 @@ from rlstructs.replay.draw.reading import DISCOUNT, Reading
 from rlstructs.replay.intake.arrays import host_array, spec_of
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
-from rlstructs.replay.leave.gathered_column import GatheredColumn
+from rlstructs.replay.leave.export import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
 from rlstructs.replay.rows.compression import Setting
 from rlstructs.structures.trajectories import Trajectories

@@ -18,7 +18,7 @@ from rlstructs.replay.intake.intake import GROW, Intake
 from rlstructs.replay.intake.roles import ends_among
 from rlstructs.replay.intake.trajectories import NAMES, STATES, Steps, key_of
 from rlstructs.replay.keep.checks import Claims, dtype_called
-from rlstructs.replay.leave.gathered_column import GatheredColumn
+from rlstructs.replay.leave.export import GatheredColumn
 from rlstructs.replay.rows.spec import Spec, cast
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import ALL, Storage

@@ -17,7 +17,7 @@ from rlstructs.replay.draw.reading import Sources
 from rlstructs.replay.draw.view import AnyView, View, numbered
 from rlstructs.replay.intake.arrays import from_bits, host_array
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.leave.gathered_column import GatheredColumn
+from rlstructs.replay.leave.export import GatheredColumn
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import MAX_REDRAWS, Storage
 from rlstructs.replay.tianshou import transitions

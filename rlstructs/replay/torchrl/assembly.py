@@ -17,10 +17,10 @@ from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
 from rlstructs.replay.torchrl.episode_marks import EpisodeMarks
+from rlstructs.replay.torchrl.given_rows import Axes, restore_form
 from rlstructs.replay.torchrl.part import create_part
 from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
-from rlstructs.replay.torchrl.tensordicts import Axes, restore_form
 from rlstructs.replay.torchrl.transforms import Compose, Inverted, as_transform
 from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
 

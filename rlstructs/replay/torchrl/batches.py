@@ -1,6 +1,6 @@
 """Makes the batches of a `DictTensorReplayBuffer`.
 
-They are made one by one, in passes, and ahead of time (`rlstructs/replay/draw/ahead.py`).
+They are made one by one, in passes, as packs, and ahead of time (`rlstructs/replay/draw/ahead.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import torch
 from rlstructs.checks import check_count
 from rlstructs.errors import EmptyBufferError, MissingKeyError, SpecError, StateError
 from rlstructs.replay.draw.ahead import Batch, Batches, Place, Prefetch, early_basis
-from rlstructs.replay.draw.plan import Selection
+from rlstructs.replay.draw.packed import ANCHOR, PackedWindows, in_library
+from rlstructs.replay.draw.plan import Fields, Selection
+from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.arrays import is_mapping
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.torchrl import episode_marks, packs, tensordicts
+from rlstructs.replay.torchrl import episode_marks
 from rlstructs.replay.torchrl.assembly import Assembly
+from rlstructs.replay.torchrl.given_rows import has, is_tensordict, put, restore_form
 from rlstructs.replay.torchrl.part import join_key
-from rlstructs.replay.torchrl.samplers import WEIGHT, Sampler
+from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT, Sampler
 from rlstructs.replay.torchrl.slice_samplers import INSIDE, SliceSampler
 from rlstructs.structures.dict_tensor import DictTensor
 
@@ -91,7 +94,7 @@ class Sampling:
     def sample(self, n: int, with_info: bool, packed: bool, windows: Mapping[str, Any]) -> Made:
         """Makes a batch of n rows, or a pack of windows.
 
-        The windows begin with these rows; see `packs.draw`.
+        The windows begin with these rows; see `draw_pack`.
         """
         if not packed:
             if windows:
@@ -103,7 +106,7 @@ class Sampling:
             raise SpecError("sample: collate_fn and transforms take batches, and cannot change packs")
         with self._parts.lock:
             draws = Draws(self._parts, self._request(n, with_info=False, needs_episodes=True), None, False)
-            return packs.draw(self._parts, draws.request, draws.draw, **windows)
+            return draw_pack(self._parts, draws.request, draws.draw, **windows)
 
     def begin_pass(self) -> None:
         """Begins a pass over the rows."""
@@ -248,11 +251,11 @@ class Draws:
         if with_info and self._collate_fn is None:
             batch = self._export(values | known, specs)
             info = Known((name, batch[name]) for name in known)
-            batch = batch if axes is None else tensordicts.restore_form(batch, axes)
+            batch = batch if axes is None else restore_form(batch, axes)
         else:
             info = Known(self._export(known, specs).items())
             batch = self._export(values, specs)
-            batch = batch if axes is None else tensordicts.restore_form(batch, axes)
+            batch = batch if axes is None else restore_form(batch, axes)
             if self._collate_fn is not None:
                 batch = self._collate_fn(batch)
                 if not is_mapping(batch):
@@ -261,8 +264,8 @@ class Draws:
         if self.n_transforms:
             batch = self._transform(batch)
             if with_info:  # a transform may have dropped columns
-                has = tensordicts.has if tensordicts.is_tensordict(batch) else operator.contains
-                batch = _add_columns(batch, {name: value for name, value in info.items() if not has(batch, name)})
+                contains = has if is_tensordict(batch) else operator.contains
+                batch = _add_columns(batch, {name: value for name, value in info.items() if not contains(batch, name)})
         return (batch.pin_memory() if self._pin_memory else batch), info
 
 
@@ -300,8 +303,66 @@ def _add_columns(batch: Any, info: dict[str, Any]) -> Any:
         return batch
     if isinstance(batch, DictTensor):
         return DictTensor({**dict(batch.items()), **info})
-    if tensordicts.is_tensordict(batch):  # which stays one
+    if is_tensordict(batch):  # which stays one
         for name, value in info.items():
-            tensordicts.put(batch, name, value)
+            put(batch, name, value)
         return batch
     return ArrayDict({**{key: batch[key] for key in batch.keys()}, **info})  # noqa: SIM118
+
+
+def draw_pack(
+    parts: Assembly,
+    request: tuple[int, int, bool],
+    draw_rows: Callable[[], Selection],
+    slice_len: int | None = None,
+    context: int = 0,
+    max_steps: int | None = None,
+    states: Mapping[str, str] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Draws a pack of the windows that begin with drawn rows.
+
+    The lock is held.
+
+    Args:
+        parts: of the buffer.
+        request: the number of draws, and rows of each.
+        draw_rows: makes the draws.
+        slice_len: the length of windows where the sampler draws single rows.
+        context, max_steps, states: see `PackedWindows`.
+
+    Returns:
+        The pack, with weights in its `info`; and the drawn rows and weights of its windows.
+    """
+    sampler, store, specs = parts.sampler, parts.store, parts.store.columns.specs
+    windows = PackedWindows.of(_window_length(sampler, request[1], slice_len), context, max_steps, states)
+
+    def weigh(picked: Selection) -> Fields:
+        return {WEIGHT: picked.fields[WEIGHT]} if WEIGHT in sampler.fields else {}
+
+    def select(_: int) -> Selection:
+        drawn = draw_rows()
+        picked = windows.around(drawn.view, drawn.rows[:, 0], weigh(drawn))
+        sampler.drawn(picked)
+        return picked
+
+    def read(view: View, rows: np.ndarray) -> dict[str, Any]:
+        return parts.reading.read(store, view, list(specs), rows)
+
+    chosen, pack = windows.draw(None, request[0], select, read, specs, weigh)
+    info = parts.export({INDEX: chosen.fields[ANCHOR]} | weigh(chosen), {})
+    return in_library(pack, parts.export.framework, parts.export.device), dict(info.items())
+
+
+def _window_length(sampler: Sampler, own: int, slice_len: int | None) -> int:
+    """Returns the length of windows.
+
+    It is that of the sampler's slices, or the one that is given for single rows.
+    """
+    name = type(sampler).__name__
+    if isinstance(sampler, SliceSampler):
+        if slice_len is not None:
+            raise SpecError(f"sample: the {name} says how long slices are; leave slice_len out")
+        return own
+    if slice_len is None:
+        raise SpecError(f"sample: a {name} draws single rows; slice_len must say how long windows are")
+    return check_count("slice_len", slice_len)

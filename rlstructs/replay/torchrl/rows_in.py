@@ -16,10 +16,9 @@ from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.torchrl.assembly import Assembly
-from rlstructs.replay.torchrl.given_rows import GivenRows, take_rows
+from rlstructs.replay.torchrl.given_rows import GivenRows, find_axes, refuse_tensorclass, restore_form, take_rows
 from rlstructs.replay.torchrl.prioritized_sampler import PrioritizedSampler
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT
-from rlstructs.replay.torchrl.tensordicts import find_axes, refuse_tensorclass, restore_form
 from rlstructs.replay.torchrl.writers import Writer
 from rlstructs.structures.dict_tensor import DictTensor
 
