@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlstructs.checkpoints.memory_parts import Mark, find_changed
 from rlstructs.distributed.shard import ShardMemory
 from rlstructs.errors import StateError
 from rlstructs.integrations import sb3
@@ -22,7 +23,6 @@ from rlstructs.replay import (
     PrioritizedSampler,
 )
 from rlstructs.replay.draw.priorities import Priorities
-from rlstructs.replay.keep.segmenting import Mark, find_changed
 from rlstructs.replay.rows.episodes import EPISODE
 from rlstructs.replay.rows.lanes import Clock
 from rlstructs.replay.rows.spec import Spec
