@@ -16,13 +16,12 @@ from rlstructs.memories import formats
 from rlstructs.memories.intake import TensorIntake
 from rlstructs.memories.restoring import MemoryForm, StoredTensors
 from rlstructs.memories.tensors import LiveTensors, Tensors, choose_device
-from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.draw.view import find_starts
 from rlstructs.replay.intake.arrays import generator_of, row_ids
 from rlstructs.replay.intake.intake import FILL, GROW
 from rlstructs.replay.intake.trajectories import Steps
-from rlstructs.replay.keep.checks import plain_state
 from rlstructs.replay.rows.compression import Setting
+from rlstructs.seeding import Stream, generator_state
 
 
 class Memory(StoredTensors, ABC):
@@ -415,7 +414,7 @@ class Memory(StoredTensors, ABC):
         """Returns sizes, dtypes and random state, for the header of a file."""
         sizes = {"memory_size": self.memory_size, "num_envs": self.num_envs}
         own = {"tensors": self._tensors.describe(), "following": self._storage.counters.following().tolist()}
-        return {**sizes, **own, "rng": plain_state(self._rng)}
+        return {**sizes, **own, "rng": generator_state(self._rng)}
 
 
 def _check_most(name: str, value: Any, most: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from rlstructs.replay.draw.reading import Reading
-from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.intake.arrays import generator_of
 from rlstructs.replay.intake.intake import Intake
 from rlstructs.replay.keep import saving
@@ -23,6 +22,7 @@ from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.rows.folder import make_storage
 from rlstructs.replay.rows.spec import Spec
+from rlstructs.seeding import Stream
 from rlstructs.structures.trajectories import Trajectories
 
 

@@ -31,8 +31,8 @@ import numpy as np
 
 from rlstructs.checks import check_count
 from rlstructs.replay.draw.plan import Selection
-from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.rows.store import Storage
+from rlstructs.seeding import Stream
 
 # More threads than this would only wait for each other.
 MAX_THREADS = 8

@@ -267,15 +267,3 @@ def _check_state(name: str, found: Any, needed: dict[str, Any]) -> None:
             raise ValueError(f"the state of a {name} has another number of {key}")
         for value in values:
             whole(f"{key} of a {name}", value, 0, end - 1)
-
-
-def plain_state(generator: np.random.Generator) -> dict[str, Any]:
-    """Returns the state of a generator in the types of JSON."""
-    state: dict[str, Any] = _plain(generator.bit_generator.state)
-    return state
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {name: _plain(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state

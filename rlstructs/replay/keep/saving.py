@@ -22,7 +22,6 @@ from rlstructs.replay.keep.checks import (
     check_slots,
     following_in,
     generator_in,
-    plain_state,
     spec_in,
     to_save,
     whole,
@@ -52,6 +51,7 @@ from rlstructs.replay.rows.linked import LinkedColumns, check_link
 from rlstructs.replay.rows.objects import OBJECT
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.store import Storage
+from rlstructs.seeding import generator_state
 
 # Settings of a buffer that may be in a file. Those in SIZES are at most the number of rows; those in READ_AT_ONCE may
 # also be up to MOST_READ.
@@ -181,7 +181,7 @@ def contents(buffer: Stored) -> Contents:
         "following": storage.counters.following().tolist(),
         "columns": {name: [spec.dtype.name, spec.shape, spec.is_bfloat16] for name, spec in columns.specs.items()},
         "linked": {name: link.source for name, link in columns.links.items()},
-        "rng": plain_state(buffer._rng),
+        "rng": generator_state(buffer._rng),
         "own": buffer._state(),
         "inner": {},
     }

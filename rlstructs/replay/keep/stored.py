@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlstructs.replay.draw.priorities import Priorities
-from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.rows.copies import CopiedWhole
 from rlstructs.replay.rows.store import Storage
+from rlstructs.seeding import Stream
 
 # The arrays of a file by name, and a function that restores what was checked.
 Arrays = Mapping[str, np.ndarray]

@@ -14,13 +14,13 @@ from rlstructs.replay.draw.ahead import Batches, StoreDraws
 from rlstructs.replay.draw.packed import ANCHOR, FIRST, PackedWindows, in_library
 from rlstructs.replay.draw.plan import Fields, Fits, Picker, Selection, Uniform
 from rlstructs.replay.draw.reading import Reading, Sources, read_sources
-from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.draw.view import AnyView, View
 from rlstructs.replay.leave.array_dict import ArrayDict
 from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.tianshou.options import Options, reading_of
 from rlstructs.replay.tianshou.table import Table
 from rlstructs.replay.tianshou.transitions import ADDED_EMPTY, REW, TransitionDict, sources_of
+from rlstructs.seeding import Stream
 
 EVENLY = Uniform()
 WANTED = "row with so many others before it in its episode"

@@ -10,7 +10,6 @@ from typing import Any
 
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
-from rlstructs.replay.draw.streams import Stream
 from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.copies import lock_that_forks
 from rlstructs.replay.rows.spec import Spec
@@ -23,6 +22,7 @@ from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
 from rlstructs.replay.torchrl.transforms import Compose, Inverted, as_transform
 from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
+from rlstructs.seeding import Stream
 
 
 @dataclass(eq=False)
