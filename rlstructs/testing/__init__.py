@@ -15,12 +15,11 @@ from rlstructs.workers.public_names import export_lazily
 if TYPE_CHECKING:
     from rlstructs.testing.agent_check import check_agent
     from rlstructs.testing.env_check import check_env
-    from rlstructs.testing.faults import Fault
-    from rlstructs.testing.faulty_env import FaultyEnv, create_faulty_envs
+    from rlstructs.testing.faulty_env import Fault, FaultyEnv, create_faulty_envs
     from rlstructs.testing.ledger import Ledger, verify
 
 _EXPORTS = {
-    "Fault": "faults",
+    "Fault": "faulty_env",
     "FaultyEnv": "faulty_env",
     "Ledger": "ledger",
     "check_agent": "agent_check",

@@ -25,6 +25,7 @@ from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show
 from rlstructs.testing.checked_env import CheckedEnv, done_of
 from rlstructs.testing.checked_gymnasium import (
+    check_declared,
     find_innermost,
     install_gymnasium_checks,
     remove_gymnasium_checks,
@@ -33,7 +34,6 @@ from rlstructs.testing.checked_gymnasium import (
     seed_next_reset,
 )
 from rlstructs.testing.env_source import BY_RESET, EnvSource, close, env_source
-from rlstructs.testing.space_check import check_declared
 
 # Keys of observations that `episodes` and `evaluate` read.
 STEP_KEYS = ("reward", "done")

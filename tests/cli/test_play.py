@@ -18,8 +18,7 @@ from processes import LIMIT
 
 from rlstructs import DictTensor, RL_Agent
 from rlstructs.cli.command import main
-from rlstructs.cli.play import SCREENS
-from rlstructs.cli.video import check_whole
+from rlstructs.cli.play import SCREENS, check_whole
 
 # Seconds; only reached when something hangs.
 FPS = 20
