@@ -21,10 +21,9 @@ from typing import IO, Any, BinaryIO, Protocol, cast
 import numpy as np
 
 from rlstructs.checks import DTYPES, MOST_AXES, MOST_NUMBERS
-from rlstructs.files.opening import open_file, read_at, read_into, read_pieces, size_of
+from rlstructs.files.opening import Entry, open_file, read_at, read_directory, read_into, read_pieces, size_of
 from rlstructs.files.pickled import BITS, StoredTensor, Unpickler
 from rlstructs.files.torch_archive import Writable, as_values, write_bytes, write_pt
-from rlstructs.files.zip_directory import Entry, read_directory
 
 __all__ = [
     "BITS",

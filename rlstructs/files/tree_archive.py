@@ -17,9 +17,8 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from rlstructs.checks import MOST_AXES, is_size
-from rlstructs.files.opening import read_at, size_of
+from rlstructs.files.opening import Entry, read_at, read_directory, size_of
 from rlstructs.files.pickled import DTYPES_OF_STORAGES, GLOBALS, ORDERED_DICT, REBUILD, Storage, Unpickler
-from rlstructs.files.zip_directory import Entry, read_directory
 
 # The deepest nesting of collections.
 MOST_NESTED = 100
