@@ -19,10 +19,10 @@ from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
     from rlstructs.distributed.batcher import RayBatcher
-    from rlstructs.distributed.node_parts import Part
     from rlstructs.distributed.replay import RayReplay
+    from rlstructs.distributed.transport import Part
 
-_EXPORTS = {"Part": "node_parts", "RayBatcher": "batcher", "RayReplay": "replay"}
+_EXPORTS = {"Part": "transport", "RayBatcher": "batcher", "RayReplay": "replay"}
 
 __all__ = ["Part", "RayBatcher", "RayReplay"]
 

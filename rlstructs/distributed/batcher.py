@@ -40,10 +40,9 @@ from rlstructs.batcher.start import find_contents
 from rlstructs.checks import check_count, other_words
 from rlstructs.distributed import cluster
 from rlstructs.distributed.node_job import NodeSettings
-from rlstructs.distributed.node_parts import NodePartsBatch, Part
 from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.supervisor import NodeSupervisor
-from rlstructs.distributed.transport import Broadcast, NodeTransport
+from rlstructs.distributed.transport import Broadcast, NodePartsBatch, NodeTransport, Part
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.rollout.job_settings import JobSettings
