@@ -13,8 +13,7 @@ import torch
 from rlstructs.checks import check_count, check_names
 from rlstructs.envs.env_infos import PREFIX
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.integrations.minari.columns import SpaceColumns, check_rows
-from rlstructs.integrations.minari.episodes import STEPS, Arrays
+from rlstructs.integrations.minari.episodes import STEPS, Arrays, SpaceColumns, check_rows
 from rlstructs.replay.intake.trajectories import STEP_START
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

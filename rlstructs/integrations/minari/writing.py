@@ -25,8 +25,7 @@ from minari.utils import _generate_dataset_metadata
 from rlstructs.envs.env_infos import PREFIX
 from rlstructs.envs.gym_envs import env_factory, find_env
 from rlstructs.errors import SpecError
-from rlstructs.integrations.minari.columns import SpaceColumns
-from rlstructs.integrations.minari.episodes import STEPS, Episode, EpisodeJoiner
+from rlstructs.integrations.minari.episodes import STEPS, Episode, EpisodeJoiner, SpaceColumns
 from rlstructs.rollout.makers import select_arguments
 from rlstructs.structures.trajectories import Trajectories
 
