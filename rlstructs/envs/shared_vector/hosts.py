@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from rlstructs.envs.shared_vector.arguments import Description
 from rlstructs.envs.shared_vector.columns import EMPTY, Columns, Outcome, count_bytes, unpack
-from rlstructs.envs.shared_vector.env_worker import CALL, EVERY, HEAD, ONE, EnvWorker
+from rlstructs.envs.shared_vector.env_group import CALL, EVERY, HEAD, ONE, EnvWorker
 from rlstructs.envs.shared_vector.local_host import Arguments, EnvFns, Host, LocalHost, Request, take_arrived
 from rlstructs.errors import WorkerCrashed, WorkerTimeout
 from rlstructs.seeding import WorkerStreams
@@ -27,7 +27,7 @@ from rlstructs.workers.interrupts import defer_interrupt
 from rlstructs.workers.messages import AT_ONCE, Future, Post, deadline_in, gather_values
 from rlstructs.workers.pickling import explain_pickle_error
 
-PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_worker")
+PRELOAD = ("numpy", "gymnasium.vector", "rlstructs.envs.shared_vector.env_group")
 # With more steps under way than this, a worker's replies are read before it gets another request: a pipe holds about
 # two hundred small messages, and a worker that cannot write its replies reads no requests.
 MANY = 64
