@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from rlstructs.errors import MissingKeyError, SpecError
-from rlstructs.replay.intake import info_columns
 from rlstructs.replay.intake.arrays import as_rows, find_marks, ready_arrays, spec_of
-from rlstructs.replay.intake.info_columns import Plan, require_bytes
+from rlstructs.replay.intake.infos import Plan, adopt, require_bytes
 from rlstructs.replay.intake.roles import ends_among, source_of
 from rlstructs.replay.intake.trajectories import POLICY_VERSION, Steps, add_version, take_trajectories
 from rlstructs.replay.rows.linked import SMALLEST
@@ -144,7 +143,7 @@ class Intake:
 
     def adopt(self, plan: Plan) -> None:
         """Carries out a plan."""
-        info_columns.adopt(self.storage, plan)
+        adopt(self.storage, plan)
 
     def add_columns(self, made: dict[str, Spec]) -> None:
         """Adds columns.

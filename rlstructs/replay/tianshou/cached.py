@@ -12,7 +12,7 @@ from rlstructs.checks import check_count
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.buffer import Buffer
 from rlstructs.replay.draw.view import AnyView, JoinedView
-from rlstructs.replay.intake.info_columns import OBJECTS, Plan, adopt, held_values, require_bytes
+from rlstructs.replay.intake.infos import OBJECTS, Plan, adopt, held_values, require_bytes
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.intake.trajectories import Steps
 from rlstructs.replay.rows.blocks import rounds

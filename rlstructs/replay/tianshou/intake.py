@@ -11,8 +11,7 @@ import numpy as np
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.draw.reading import DISCOUNT
 from rlstructs.replay.intake.arrays import as_rows, host_array, is_mapping, plain_items
-from rlstructs.replay.intake.info_columns import OBJECTS, Plan, held_values, plan_columns
-from rlstructs.replay.intake.infos import has_empty, info_objects
+from rlstructs.replay.intake.infos import OBJECTS, Plan, has_empty, held_values, info_objects, plan_columns
 from rlstructs.replay.intake.intake import FILL, LOG, Intake
 from rlstructs.replay.intake.roles import is_info
 from rlstructs.replay.intake.trajectories import Steps
