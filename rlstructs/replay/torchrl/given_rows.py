@@ -1,6 +1,6 @@
-"""Converts the arguments of `extend` to rows, and batches to the form in which rows came.
+"""Converts the arguments of `extend` to rows, and batches back to their form.
 
-They become a `TensorDict`, the class of the package tensordict, if a buffer was given its rows as such.
+Batches become a `TensorDict`, the class of the package tensordict, if a buffer was given its rows as such.
 """
 
 from __future__ import annotations

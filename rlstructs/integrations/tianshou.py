@@ -1,4 +1,11 @@
-"""`WorkerVectorEnv`: tianshou's `BaseVectorEnv` over worker processes of several environments each."""
+"""tianshou: its `BaseVectorEnv` over worker processes of several environments each, and its replay buffers.
+
+from tianshou.data import Collector
+from rlstructs.integrations.tianshou import VectorReplayBuffer, WorkerVectorEnv
+
+envs = WorkerVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 16, n_workers=4)
+collector = Collector(policy, envs, VectorReplayBuffer(20_000, 16))
+"""
 
 from __future__ import annotations
 
@@ -12,8 +19,11 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from tianshou.data import CachedReplayBuffer as TianshouCachedReplayBuffer
+from tianshou.data import ReplayBufferManager
 from tianshou.env import BaseVectorEnv
 
+from rlstructs import replay
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.envs.shared_vector.arguments import check_env_ids, expand_seeds
 from rlstructs.envs.shared_vector.columns import Outcome, split_infos
@@ -21,13 +31,19 @@ from rlstructs.envs.shared_vector.env_calls import Pending, Step
 from rlstructs.envs.shared_vector.shared_vector_env import SharedVectorEnv
 from rlstructs.errors import SpecError, WorkerTimeout
 from rlstructs.integrations import env_functions
-from rlstructs.workers.public_names import set_module
+
+__all__ = [
+    "CachedReplayBuffer",
+    "HERVectorReplayBuffer",
+    "PrioritizedVectorReplayBuffer",
+    "VectorReplayBuffer",
+    "WorkerVectorEnv",
+]
 
 Ids = int | Sequence[int] | np.ndarray | None
 Info = dict[str, Any]
 
 
-@set_module("rlstructs.integrations.tianshou")
 class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
     """Replaces tianshou's `SubprocVectorEnv` and `ShmemVectorEnv`, with several environments in each process.
 
@@ -270,3 +286,21 @@ class WorkerVectorEnv(BaseVectorEnv):  # type: ignore[misc]
         if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
             return concatenate(space, list(action), create_empty_array(space, n))
         return np.asarray(action)
+
+
+# For several environments, `Collector` asks whether a buffer is an instance of tianshou's own classes. These are the
+# last bases here, so that every method is the one of `rlstructs.replay`.
+class VectorReplayBuffer(replay.VectorReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
+    """`rlstructs.replay.VectorReplayBuffer`, which tianshou's `Collector` and algorithms take."""
+
+
+class PrioritizedVectorReplayBuffer(replay.PrioritizedVectorReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
+    """`rlstructs.replay.PrioritizedVectorReplayBuffer`, which tianshou's `Collector` and algorithms take."""
+
+
+class HERVectorReplayBuffer(replay.HERVectorReplayBuffer, ReplayBufferManager):  # type: ignore[misc]
+    """`rlstructs.replay.HERVectorReplayBuffer`, which tianshou's `Collector` and algorithms take."""
+
+
+class CachedReplayBuffer(replay.CachedReplayBuffer, TianshouCachedReplayBuffer):  # type: ignore[misc]
+    """`rlstructs.replay.CachedReplayBuffer`, which tianshou's `Collector` and algorithms take."""
