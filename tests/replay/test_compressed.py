@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,3 +252,29 @@ def _select(storage, n):
     view = storage.view()
     rows = view.every_row()
     return Selection(np.random.default_rng().choice(rows, n)[:, None], view)
+
+
+@pytest.mark.parametrize("ignore_obs_next", [False, True])
+def test_a_draw_of_stacks_decodes_each_frame_once(monkeypatch, ignore_obs_next):
+    frames = np.random.default_rng(0).integers(0, 2, (101, 32, 32), np.uint8)
+    made = [
+        ReplayBuffer(100, stack_num=4, ignore_obs_next=ignore_obs_next, random_seed=0, compression=each)
+        for each in (None, "zstd")
+    ]
+    for t in range(100):
+        row = {"obs": frames[t], "act": t, "rew": 0.0, "terminated": False, "truncated": t % 30 == 29}
+        for buffer in made:
+            buffer.add(row if ignore_obs_next else {**row, "obs_next": frames[t + 1]})
+    sizes, codec = [], zstd.codec_of()
+
+    def decompress(data, size):
+        sizes.append(size)
+        return codec.decompress(data, size)
+
+    monkeypatch.setattr(compressed, "codec_of", lambda level: SimpleNamespace(decompress=decompress, error=codec.error))
+    (raw, at), (batch, _) = (buffer.sample(32) for buffer in made)
+    for key in ("obs", "obs_next"):
+        np.testing.assert_array_equal(batch[key], raw[key])
+    # The stack of a row, and the row after it; of the last row of an episode that one is stored beside.
+    wanted = {t for row in at.tolist() for t in range(max(row - 3, row // 30 * 30), min(row + 2, 100))}
+    assert sizes and len(sizes) <= len(wanted) + len(set(at.tolist()))

@@ -115,21 +115,24 @@ class Reading:
 
 # Copies rows of some columns: from their names, and row ids of any shape.
 Gather = Callable[[Sequence[str], np.ndarray], list[Any]]
-# Where rows are read, see `_Places.find`; and the columns that are gathered from there.
-_Group = tuple[tuple[str, bool], tuple[str, ...]]
+# What is read for each anchor: its place, and whether a row, a stack, or a stack without its first row; see `_Places`.
+_Where = tuple[str, str]
+ROW, STACK, NEWER = "row", "stack", "newer"
+# The columns that are gathered at once, and from where.
+_Group = tuple[tuple[str, ...], list[_Where]]
 
 
 class _Key(NamedTuple):
     """A key of a sample.
 
-    It has the place as it is read, its group, and which of the group's columns are its own.
+    It has the place as it is read, and which of the columns that are gathered from where are its own.
     """
 
     key: str
     source: Source
-    place: str
-    group: int
+    where: _Where
     columns: tuple[int, ...]
+    before: int  # which of the columns of `NEWER` is its `seen`
 
 
 class Sources(dict[str, Source]):
@@ -143,19 +146,28 @@ class Sources(dict[str, Source]):
         self._groups: dict[tuple[int, int], tuple[list[_Group], list[_Key]]] = {}
 
     def group(self, n_step: int, stack_num: int) -> tuple[list[_Group], list[_Key]]:
-        """Groups the columns that are gathered from the same rows."""
+        """Groups the columns that are gathered at once.
+
+        So a compressed row is decoded once, however many stacks it is in.
+        """
         found = self._groups.get((n_step, stack_num))
         if found is not None:
             return found
-        groups: dict[tuple[str, bool], dict[str, int]] = {}
-        keys = []
+        columns_of: dict[_Where, dict[str, int]] = {}
+        keys, groups = [], dict[tuple[str, ...], list[_Where]]()
         for key, source in self.items():
             place = source.place if n_step > 1 or source.place == NEXT else ANCHOR
-            where = (place, stack_num > 1 and source.is_stacked and source.seen is None and place != SUM)
-            group = groups.setdefault(where, {})
+            is_stacked = stack_num > 1 and source.is_stacked and source.seen is None and place != SUM
+            where = place, STACK if is_stacked else ROW
+            group, before = columns_of.setdefault(where, {}), 0
             columns = tuple(group.setdefault(column, len(group)) for column in source.columns)
-            keys.append(_Key(key, source, place, list(groups).index(where), columns))
-        found = self._groups[n_step, stack_num] = [(where, tuple(group)) for where, group in groups.items()], keys
+            if source.seen is not None and place != SUM:
+                group = columns_of.setdefault((place, NEWER), {})
+                before = group.setdefault(source.seen, len(group))
+            keys.append(_Key(key, source, where, columns, before))
+        for where, group in columns_of.items():
+            groups.setdefault(tuple(group), []).append(where)
+        found = self._groups[n_step, stack_num] = list(groups.items()), keys
         return found
 
 
@@ -207,19 +219,28 @@ def read_sources(
     """
     places, n_step = _Places(view, at.reshape(-1), reading, frames), reading.n_step
     groups, keys = sources.group(n_step, reading.stack_num)
-    gathered = [gather(columns, places.find(*where)) for where, columns in groups]
+    gathered: dict[_Where, list[Any]] = {}
+    for names, wheres in groups:
+        rows = [places.find(*where) for where in wheres]
+        if len(rows) == 1:
+            gathered[wheres[0]] = gather(names, rows[0])
+            continue
+        found, start = gather(names, np.concatenate([each.reshape(-1) for each in rows])), 0
+        for where, each in zip(wheres, rows, strict=True):
+            end = start + each.size
+            gathered[where] = [array[start:end].reshape(*each.shape, *array.shape[1:]) for array in found]
+            start = end
     arrays: dict[str, Any] = {}
-    for key, source, place, group, columns in keys:
-        array = gathered[group][columns[0]]
+    for key, source, where, columns, before in keys:
+        array = gathered[where][columns[0]]
         for other in columns[1:]:
-            array = np.logical_or(array, gathered[group][other])
+            array = np.logical_or(array, gathered[where][other])
         arrays[key] = array
-        if place == SUM:
+        if where[0] == SUM:
             arrays[key] = discounted(key, array, specs[key], places.inside, reading.gamma)
         elif source.seen is not None:
-            [seen] = gather([source.seen], places.find(place, True)[:, 1:])
             join: Any = np.concatenate if isinstance(array, np.ndarray) else torch.cat
-            arrays[key] = join([seen, array[:, None]], 1)
+            arrays[key] = join([gathered[where[0], NEWER][before], array[:, None]], 1)
     if n_step > 1:
         arrays[discount] = (reading.gamma ** places.inside.sum(axis=1)).astype(np.float32)
     if not at.ndim:
@@ -233,25 +254,32 @@ class _Places:
     def __init__(self, view: AnyView, anchors: np.ndarray, reading: Reading, frames: np.ndarray | None) -> None:
         self._view, self._stack_num = view, reading.stack_num
         self._last = LAST if reading.n_step > 1 else ANCHOR
-        self._found = {(ANCHOR, False): anchors}
+        self._found = {(ANCHOR, ROW): anchors}
         if frames is not None:
-            self._found[ANCHOR, True] = frames
+            self._found[ANCHOR, STACK] = frames
         if reading.n_step > 1:
             window, self.inside = view.run(anchors, reading.n_step)
-            self._found |= {(SUM, False): window, (LAST, False): window[:, -1]}
+            self._found |= {(SUM, ROW): window, (LAST, ROW): window[:, -1]}
 
-    def find(self, place: str, is_stacked: bool) -> np.ndarray:
-        """Finds row ids (n,), windows (n, n_step) of `SUM`, or stacks (n, stack_num)."""
-        if (place, is_stacked) not in self._found:
-            if not is_stacked:
-                found = self._view.next(self.find(self._last, False))
-            elif place == NEXT:  # those of the rows before, one further
-                frames, rows = self.find(self._last, True), self.find(NEXT, False)[:, None]
-                found = np.where(rows == frames[:, -1:], frames, np.concatenate([frames[:, 1:], rows], axis=1))
-            else:
-                found = self._view.frames(self.find(place, False), self._stack_num)
-            self._found[place, is_stacked] = found
-        return self._found[place, is_stacked]
+    def find(self, place: str, form: str) -> np.ndarray:
+        """Finds row ids (n,), windows (n, n_step) of `SUM`, or stacks (n, stack_num).
+
+        Stacks of the form `NEWER` lack their first rows.
+        """
+        found = self._found.get((place, form))
+        if found is not None:
+            return found
+        if form == ROW:
+            found = self._view.next(self.find(self._last, ROW))
+        elif form == NEWER:
+            found = self.find(place, STACK)[:, 1:]
+        elif place == NEXT:  # those of the rows before, one further
+            frames, rows = self.find(self._last, STACK), self.find(NEXT, ROW)[:, None]
+            found = np.where(rows == frames[:, -1:], frames, np.concatenate([frames[:, 1:], rows], axis=1))
+        else:
+            found = self._view.frames(self.find(place, ROW), self._stack_num)
+        self._found[place, form] = found
+        return found
 
 
 def discounted(name: str, rewards: Any, spec: Spec, inside: np.ndarray, gamma: float) -> Any:

@@ -317,7 +317,11 @@ class CompressedBlock:
         spec, ids = self.spec, rows.reshape(-1)
         found = np.empty((ids.size, spec.nbytes), np.uint8)
         decompress, error = (codec := codec_of(self.level)).decompress, codec.error
-        for at, entry in enumerate(self._table[ids].tolist()):
+        places: dict[int, int] = {}  # row -> where it is among these: stacks have the same rows
+        for at, (row, entry) in enumerate(zip(ids.tolist(), self._table[ids].tolist(), strict=True)):
+            if (first := places.setdefault(row, at)) != at:
+                found[at] = found[first]
+                continue
             before = None
             while entry != before:  # a row that is written or moved meanwhile has another place now
                 damage, before = None, entry
@@ -325,9 +329,9 @@ class CompressedBlock:
                     found[at] = self._decoded(entry, decompress)
                 except (error, ValueError) as reason:
                     damage = reason
-                entry = self._fast[ids[at]]
+                entry = self._fast[row]
             if damage is not None:
-                text = f"the compressed bytes of row {int(ids[at])} of {self._name!r} are damaged"
+                text = f"the compressed bytes of row {row} of {self._name!r} are damaged"
                 raise StateError(f"{text}: {damage}") from damage
         return found.view(spec.dtype).reshape(*rows.shape, *spec.shape)
 

@@ -23,7 +23,7 @@ PAIR = Spec(np.dtype(np.int32), (2,))
 TIME, LENGTH = 0, 1  # of a pair
 BYTES_PER_ROW = PAIR.nbytes
 # For so many lanes a loop is faster than arithmetic with indexes.
-FEW = 8
+FEW = 16
 # Larger than any step: the episode has not ended.
 NO_END = np.iinfo(np.int64).max
 
@@ -172,12 +172,12 @@ class Episodes:
 
     def set_length(self, lane: int, before: int, total: int, n_new: int, head: int) -> None:
         """Sets the length of the newest episode of one lane; see `set_lengths`."""
-        capacity, lengths = self.columns.ring.capacity, self.columns.cells[EPISODE][..., LENGTH]
+        capacity, pairs = self.columns.capacity, self.columns.cells[EPISODE]
         count = max(0, min(before, capacity - n_new))
         start = (head - count) % capacity
-        lengths[lane, start : start + count] = total
+        pairs[lane, start : start + count, LENGTH] = total
         if start + count > capacity:
-            lengths[lane, : start + count - capacity] = total
+            pairs[lane, : start + count - capacity, LENGTH] = total
 
     def close(self, lanes: np.ndarray, n_steps: np.ndarray | None = None) -> None:
         """Ends the unfinished episodes of these lanes at their newest rows.

@@ -291,26 +291,39 @@ class LinkedColumns(Columns):
 
     def gather_linked(self, names: Iterable[str], rows: np.ndarray) -> list[Any]:
         """Gathers, also from linked columns; a lock must keep writers away."""
-        plain = iter(self.gather([name for name in names if name not in self.links], rows))
-        return [self._gather_link(name, rows) if name in self.links else next(plain) for name in names]
+        names, ids = tuple(names), rows.reshape(-1)
+        sources = {name: self.links[name].source for name in names if name in self.links}
+        if not sources:
+            return self.gather(names, rows)
+        plain = [name for name in names if name not in sources and name not in sources.values()]
+        found = dict(zip(plain, self.gather(plain, ids), strict=True)) if plain else {}
+        for name, source in sources.items():
+            # A source that is wanted, too, is gathered with what the link shares: a compressed row is decoded once.
+            is_wanted = source in names and source not in found
+            found[name], values = self._gather_link(name, ids, ids if is_wanted else ids[:0])
+            if is_wanted:
+                found[source] = values
+        return [found[name].reshape(*rows.shape, *self.specs[name].shape) for name in names]
 
-    def _gather_link(self, name: str, rows: np.ndarray) -> np.ndarray:
-        link, ids = self.links[name], rows.reshape(-1)
+    def _gather_link(self, name: str, ids: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gathers rows (n,) of a linked column, and rows (m,) of its source."""
+        link = self.links[name]
         is_separate = link.is_separate[ids]
         n_separate = np.count_nonzero(is_separate)
         # Copies all values from where most of them are, then corrects the others: a mask makes copies slow.
         if 2 * n_separate <= ids.size:
-            [values] = self.gather([link.source], self.shifted(ids, 1))
+            [both] = self.gather([link.source], np.concatenate([own, self.shifted(ids, 1)]))
+            values = both[own.size :]
             if n_separate:
                 values[is_separate] = self._separate_rows(name)[ids[is_separate]]
         else:
             values = self._separate_rows(name).take(ids, axis=0, mode="clip")
-            if n_separate < ids.size:
-                [values[~is_separate]] = self.gather([link.source], self.shifted(ids[~is_separate], 1))
+            [both] = self.gather([link.source], np.concatenate([own, self.shifted(ids[~is_separate], 1)]))
+            values[~is_separate] = both[own.size :]
         newest, lanes = self._find_newest(ids)
         if lanes.size:
             values[newest] = link.waiting[link.find_newest(self.ring.head, lanes), lanes]
-        return np.asarray(values.reshape(*rows.shape, *values.shape[1:]))
+        return values, both[: own.size]
 
     def _find_newest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Marks rows (n,) that are the newest of their lanes, bool (n,).
@@ -334,7 +347,7 @@ class LinkedColumns(Columns):
             if link.source == name:
                 is_first = self.steps(rows, self.ring.head - 1) <= self.ring.oldest()[self.lanes(rows)]
                 before = self.shifted(rows[~is_first], -1)
-                self._replace_link(each, before, self._gather_link(each, before))
+                self._replace_link(each, before, self.gather_linked([each], before)[0])
         super().replace(name, rows, values)
 
     def _replace_link(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:

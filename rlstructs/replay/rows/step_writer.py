@@ -18,7 +18,7 @@ from torch import Tensor
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
 from rlstructs.replay.intake.roles import is_info
-from rlstructs.replay.rows.episodes import EPISODE, LENGTH, TIME
+from rlstructs.replay.rows.episodes import EPISODE, FEW, LENGTH, TIME
 from rlstructs.replay.rows.in_step import InStep
 from rlstructs.replay.rows.lanes import keep_order
 from rlstructs.replay.rows.records import as_items
@@ -28,8 +28,6 @@ from rlstructs.replay.rows.store import ALL, Storage
 
 # A dtype that no array has: objects are always copied.
 NONE = np.dtype(np.void)
-# More lanes than these, whose episodes end in one step, are faster to end together.
-MANY = 16
 # In place of the number of rows: one row without an axis for lanes. In place of a value: the column keeps its own.
 ROW, KEPT = -1, object()
 ONE = np.ones(1, bool)
@@ -239,20 +237,15 @@ class StepWriter:
 
         The rows are those of a slot; episodes that are done end.
         """
-        ended = () if self.done is None else self.done.nonzero()[0].tolist()
-        open_pairs, ends = self._open_pairs, self._mark_ends(ALL) if len(ended) > MANY else None
+        few = () if self.done is None else self.done.nonzero()[0].tolist()
+        open_pairs, ends = self._open_pairs, self._mark_ends(ALL) if len(few) > FEW else None
         self._pairs[slot] = open_pairs
         add(open_pairs, self._one_step, open_pairs)
         if ends is not None:
             self._end(ends, head)
-            return
-        for lane in ended:  # quicker than numpy for many lanes together
+        for lane in few if ends is None else ():  # quicker for few than numpy
             total = self._open_times.item(lane)
-            first = slot + 1 - total
-            if first >= 0:
-                self._lengths[lane, first : slot + 1] = total
-            else:  # the episode began before slot 0
-                self._storage.episodes.set_length(lane, total, total, 0, head + 1)  # type: ignore[union-attr]
+            self._storage.episodes.set_length(lane, total, total, 0, head + 1)  # type: ignore[union-attr]
             open_pairs[lane] = 0
 
     def _write_rows(self, values: list[Any], lanes: Any, n_timesteps: int, is_row: bool) -> None:
@@ -400,7 +393,6 @@ class StepWriter:
             # Pairs of time and length, of int32 and as one int64 each.
             self._flat_pairs: ndarray = storage.episodes.columns.flat[EPISODE].view(np.int64)[..., 0]
             self._pairs: ndarray = storage.episodes.columns.cells[EPISODE].swapaxes(0, 1).view(np.int64)[..., 0]
-            self._lengths: ndarray = storage.episodes.columns.cells[EPISODE][..., LENGTH]
             self._open = np.zeros((self._n_lanes, 2), np.int32)  # those of the next rows
             self._open_pairs: ndarray = self._open.view(np.int64)[:, 0]
             self._open_times, self._open_lengths = self._open[:, TIME], self._open[:, LENGTH]
