@@ -169,7 +169,8 @@ class Log:
     n_steps = property(lambda self: self.kept["n_steps"])
 
     def __init__(self, args: Args) -> None:
-        self.track = open_log(args.track, vars(args))  # first: who lacks a package or a folder is to know it now
+        # Before the first rollout: who lacks a package or a folder is to know it now.
+        self.track = open_log(args.track, vars(args))
         self.figure = optional("matplotlib.figure").Figure(figsize=(9, 5)) if args.plot else None
         if self.figure is not None:
             self.figure.savefig(args.plot)
@@ -211,8 +212,7 @@ def optional(module: str, install: str = "--plot needs pip install matplotlib"):
 
 
 def main(args: Args, create_agent: Any = Policy, own_env: Any = create_env) -> None:
-    params = create_params(own_env(args.env_id, 1, args.seed), args.seed)
-    n_all = args.n_envs * max(args.n_processes, 1)
+    params, n_all = create_params(own_env(args.env_id, 1, args.seed), args.seed), args.n_envs * max(args.n_processes, 1)
     memory = RandomMemory(memory_size=max(args.memory_size // n_all, 1), num_envs=n_all, seed=args.seed)
     learner, losses = Learner(params, memory, args), {}
     with RL_Batcher(
