@@ -5,7 +5,8 @@
     python tests/integrations/families.py --seconds 0.2            shorter turns
 
 Each is checked by `check_env`, collected with random actions by one worker, in turns with a bare loop of the same
-environment, and asked for an exact state. The table in docs/works_with.md is what this prints.
+environment, and asked for an exact state. The table in docs/works_with.md, and the list below it, are
+what this prints.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ class Family:
         n_envs: the environments of the worker; 1 where a process holds no more.
         is_single: whether `make` makes one gymnasium environment, which a bare loop can step.
         is_seeded: whether its steps follow from its seed, which `check_env` asks of an environment.
-        note: what is special about it.
     """
 
     name: str
@@ -48,7 +48,6 @@ class Family:
     n_envs: int = 4
     is_single: bool = True
     is_seeded: bool = True
-    note: str = ""
 
 
 PETTINGZOO = """
@@ -60,9 +59,9 @@ def make(seed):
 """
 
 
-def of_gymnasium(name, packages, module, env_id):
-    """A family that registers its environments when it is imported."""
-    return Family(name, packages, module, f'make = "{module}:{env_id}"')
+def of_gymnasium(name, packages, imports, env_id):
+    """A family that registers its environments when the first of its modules is imported."""
+    return Family(name, packages, imports, f'make = "{imports.split()[0]}:{env_id}"')
 
 
 def of_pettingzoo(name, packages, imports, module, env, n_agents, maker="parallel_env"):
@@ -317,15 +316,12 @@ def is_installed(family):
 def line_of(family, row):
     """A row of the page's table."""
     share = f"{row['share']:.2f}" if row["share"] else ""
-    call = f"`{family.code.removeprefix('make = ')}`" if family.code.startswith("make = ") else "below"
-    note = " ".join([family.note, row.get("check", "")]).strip()
-    cells = family.name, f"`{family.packages}`", call, f"{row['speed']:,.0f}", share, row["exact"], note
-    return f"| {' | '.join(cells)} |"
+    return f"| {family.name} `{family.packages}` | {row['speed']:,.0f} | {share} | {row['exact']} |"
 
 
 HEAD = """\
-| environments | package | argument of `make` | steps/s | of a bare loop | exact state | `check_env` says |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| environments, package | steps/s | of a bare loop | exact state |
+| --- | --- | --- | --- |"""
 
 
 def main():
@@ -341,10 +337,13 @@ def main():
         print(json.dumps(run_family(family, arguments.seconds)))
         return
     print(HEAD)
+    checks = []
     for family in FAMILIES:
         if family.name in arguments.names:
             row = run_apart(family, arguments.seconds) if is_installed(family) else {"error": "not installed"}
             print(f"{family.name}: {row['error']}" if "error" in row else line_of(family, row), flush=True)
+            checks += [f"- **{family.name}**: {row['check']}"] if "check" in row else []
+    print("", *checks, sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import families
 import pytest
 from families import FAMILIES, is_installed, run_apart
 from test_docs import blocks_of
@@ -28,6 +27,10 @@ def test_the_page_shows_the_code_that_runs():
     assert shown == blocks and len(blocks) > 8
 
 
-def test_the_table_has_a_row_for_each_family():
-    rows = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
-    assert [row for row in rows if row != "---"] == [family.name for family in families.FAMILIES]
+def test_the_page_has_a_row_for_each_family_and_the_id_of_those_that_have_one():
+    lines = PAGE.read_text().splitlines()
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][2:]
+    assert rows == [f"{family.name} `{family.packages}`" for family in FAMILIES]
+    ids = [line for line in lines if line.startswith("- **") and line.endswith('"`')]
+    named = [family for family in FAMILIES if family.code.startswith("make = ")]
+    assert ids == [f"- **{family.name}**: `{family.code.removeprefix('make = ')}`" for family in named]
