@@ -21,7 +21,7 @@ from rlstructs.moments import Moments, merge_parts
 from rlstructs.rollout.probe import JobDescription
 from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.trace.board import Board
-from rlstructs.trace.lane import DELIVERED, ORDERED, REPLACED, RESTARTS, VERSION, WAIT, during, pack_place
+from rlstructs.trace.lane import DELIVERED, ORDERED, REPLACED, RESTARTS, VERSION, WAIT, during
 from rlstructs.trace.lane import RESTART as RESTARTING
 from rlstructs.workers import WorkerError
 from rlstructs.workers.errors import is_gone
@@ -195,7 +195,7 @@ class Supervisor:
             for index, record in enumerate(self.records):
                 if len(record.orders) <= self.run_ahead:
                     write_agent_info(index, record.n_ordered)
-                    self._lane.note(ORDERED, pack_place(index, record.n_ordered))
+                    self._lane.note(ORDERED, index, record.n_ordered)
                     numbers.setdefault(record.n_ordered, []).append(index)
                     record.n_ordered += 1
             for number, indexes in numbers.items():
@@ -265,7 +265,7 @@ class Supervisor:
             Whether the first rollout of a successor is still to be handed out.
         """
         for worker, order in orders.items():
-            self._lane.note(DELIVERED, pack_place(worker, order.number))
+            self._lane.note(DELIVERED, worker, order.number)
         if self.statistics:
             self.set_statistics(merge_parts(self.statistics, self.list_statistics(orders)))
         return self.records.hand_out(orders)

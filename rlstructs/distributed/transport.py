@@ -18,7 +18,7 @@ from rlstructs.batcher.worker_record import Records, RolloutOrder
 from rlstructs.distributed import cluster
 from rlstructs.distributed.actor import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
-from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Layout, Packing, Rows, specs_of_steps
+from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Layout, Packing, specs_of_steps
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of
 from rlstructs.shared.slots import ALL_ROLLOUTS
 from rlstructs.shared.weights import Parcel
@@ -107,7 +107,7 @@ class PartBuilder:
         blocks = blocks_of(self._packing, columns, SEEN)
         seen = self._packing.views(blocks)
         sources = sources_of(seen, {key: columns[ACTION + key] for key in self.layout.action})
-        finals = partial(_get_finals, self._packing, blocks_of(self._packing, columns, FOLLOWING))
+        finals = partial(_view_finals, self._packing, blocks_of(self._packing, columns, FOLLOWING))
         recorded = RecordedSteps(self.specs, sources, columns["lengths"], columns["reset"], finals, self._poisons)
         return Part(node, recorded, columns["first_steps"], {name: columns[name] for name in self.layout.info})
 
@@ -142,9 +142,11 @@ def _shape_without_steps(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _get_finals(packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
+def _view_finals(
+    packing: Packing, blocks: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray
+) -> dict[str, np.ndarray]:
     # `rows` and `times` are not needed: nodes send final observations in the order in which they are asked for.
-    return Rows(packing, blocks)
+    return packing.views(blocks)
 
 
 class NodePartsBatch(Batch):

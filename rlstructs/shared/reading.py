@@ -16,7 +16,7 @@ import torch
 
 from rlstructs.debug import poison
 from rlstructs.errors import StateError
-from rlstructs.shared.layout import FOLLOWING, RECORD, Packing, Rows
+from rlstructs.shared.layout import FOLLOWING, RECORD, Packing
 from rlstructs.structures.arrays import TensorSpec, find_true, put_at, raw_of, tensor_of, tensors_of
 
 # The bits of bfloat16's NaN.
@@ -34,7 +34,7 @@ class RecordedSteps:
         sources: name -> where it lies.
         lengths: int64 (B,), the number of steps in each row.
         reset: bool (B, T), the steps that led to a final observation, which is not the next one in its column.
-        finals: returns the final observations of rows and timesteps (K,), given in the order of `find_true`.
+        finals: returns the final observations of rows and timesteps (K,), given in the order of `find_true`, by key.
         poisons: whether to fill padding with poison; otherwise with zeros.
     """
 
@@ -42,7 +42,7 @@ class RecordedSteps:
     sources: Mapping[str, Source]
     lengths: np.ndarray
     reset: np.ndarray
-    finals: Callable[[np.ndarray, np.ndarray], Rows]
+    finals: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]]
     poisons: bool = False
 
     def read(
@@ -102,7 +102,7 @@ class RecordedSteps:
         if not at.size:
             return
         finals = self.finals(at if rows is None else rows[at], times)
-        following = {FOLLOWING + key: final for key, final in finals.arrays().items()}
+        following = {FOLLOWING + key: final for key, final in finals.items()}
         put_at(taken, at, times, {name: final for name, final in following.items() if name in taken})
 
 
@@ -124,12 +124,20 @@ class Finals:
 
     def __getitem__(self, key: str) -> np.ndarray:
         """Returns the final observations of a key, (K, ...)."""
-        is_block = key in self._packing.blocks
-        name = key if is_block else RECORD
+        name = key if key in self._packing.blocks else RECORD
         if name not in self._found:
-            found = self._final[name][self.rows, self.times]
-            self._found[name] = found if is_block else found.view(self._packing.record)
-        return self._found[name] if is_block else self._found[name][key]
+            self._found[name] = self._final[name][self.rows, self.times]
+        return self._packing.view(self._found, key)
+
+
+def read_finals(
+    packing: Packing, final: Mapping[str, np.ndarray], rows: np.ndarray, times: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Copies the final observations of rows and timesteps (K,), by key.
+
+    `packing` and `final` are those of `Finals`.
+    """
+    return packing.views({name: block[rows, times] for name, block in final.items()})
 
 
 def patch_finals(seen: np.ndarray, key: str, ends: Finals) -> torch.Tensor:

@@ -27,8 +27,8 @@ import torch
 from rlstructs.checks import hint_batch_first
 from rlstructs.errors import MissingKeyError, SpecError
 from rlstructs.frameworks.torch import dtype_name
-from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Field, Layout, Packing, Rows, specs_of_steps
-from rlstructs.shared.reading import Finals, Loan, RecordedSteps, blocks_of, patch_finals, sources_of
+from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Field, Layout, Rows, specs_of_steps
+from rlstructs.shared.reading import Finals, Loan, RecordedSteps, blocks_of, patch_finals, read_finals, sources_of
 from rlstructs.shared.writing import LazyCopies, Mover, Steps, Time, check_output, make_staged_steps, view_entries
 from rlstructs.structures.arrays import as_array, find_true, put, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
@@ -93,7 +93,7 @@ class Slots:
         #: Name -> shape, without the first two axes, and dtype of what is handed out.
         self.specs = specs_of_steps(layout.observation, layout.action)
         sources = sources_of(self._steps.arrays, self._steps.action)
-        finals = functools.partial(_finals, self._packing, self._final)  # a method would make a reference cycle
+        finals = functools.partial(read_finals, self._packing, self._final)  # a method would make a reference cycle
         self._recorded = RecordedSteps(self.specs, sources, self.lengths, self._reset, finals, poisons)
         self._states = {key.removeprefix(STATE): spec for key, spec in layout.info.items() if key.startswith(STATE)}
 
@@ -348,10 +348,6 @@ class Slots:
     def _blocks(self, prefix: str) -> dict[str, np.ndarray]:
         names = [prefix + name for name in self._packing.blocks]
         return blocks_of(self._packing, {name: self._columns[name].numpy() for name in names}, prefix)
-
-
-def _finals(packing: Packing, final: dict[str, np.ndarray], rows: np.ndarray, times: np.ndarray) -> Rows:
-    return Rows(packing, {name: block[rows, times] for name, block in final.items()})
 
 
 def _rows(column: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

@@ -71,7 +71,8 @@ class Lane:
 
     Attributes:
         enter: ends the present phase, begins another one, and returns the one before.
-        note: appends a note to the ring, a kind and a value; does nothing unless events are recorded.
+        note: appends a note to the ring: a kind and a value, or for a rollout the index of its record and its number;
+            does nothing unless events are recorded.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class TimedEnv:
 
 def _make_marks(
     cells: Any, ring: memoryview | None, phase: int, since: int
-) -> tuple[Callable[[int], int], Callable[[int, int], None], Callable[[], tuple[int, int]]]:
+) -> tuple[Callable[[int], int], Callable[..., None], Callable[[], tuple[int, int]]]:
     """Makes `enter` and `note` of a lane.
 
     Also a function that returns the present phase and when it began.
@@ -228,7 +229,7 @@ def _make_marks(
         before, phase, since = phase, following, now
         return before
 
-    def ignore(kind: int, value: int) -> None:
+    def ignore(kind: int, value: int, number: int = 0) -> None:
         pass
 
     def position() -> tuple[int, int]:
@@ -248,10 +249,10 @@ def _make_marks(
         cells[HEAD] = n  # last: a reader takes what is below it
         return before
 
-    def note(kind: int, value: int) -> None:
+    def note(kind: int, value: int, number: int = 0) -> None:
         nonlocal n
         words[n % N_WORDS] = perf_counter_ns() << 6 | kind
-        words[(n + 1) % N_WORDS] = value << 6 | VALUE
+        words[(n + 1) % N_WORDS] = (value | number << 16) << 6 | VALUE
         n += 2
         cells[HEAD] = n
 
@@ -293,13 +294,8 @@ def unpack(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return words >> 6, words & 63
 
 
-def pack_place(index: int, number: int) -> int:
-    """Returns the value of a note for the rollout of a record."""
-    return index | number << 16
-
-
 def unpack_place(value: int) -> tuple[int, int]:
-    """Returns the index of the record, and the number of the rollout."""
+    """Returns the index and the number that `note` was called with."""
     return value & 0xFFFF, value >> 16
 
 
