@@ -1,28 +1,35 @@
 """The parts of a buffer: storage, sampler, writer and transforms.
 
-`Assembly` exchanges them, and has what they share.
+`Assembly` exchanges them, and has what they share; `EpisodeMarks` finds where episodes end and begin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.reading import DISCOUNT, Reading
+from rlstructs.replay.intake.arrays import find_marks
+from rlstructs.replay.intake.roles import ends_among
 from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.copies import lock_that_forks
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
-from rlstructs.replay.torchrl.episode_marks import EpisodeMarks
-from rlstructs.replay.torchrl.given_rows import Axes, restore_form
+from rlstructs.replay.torchrl.given_rows import Axes, GivenRows, restore_form
 from rlstructs.replay.torchrl.part import create_part
 from rlstructs.replay.torchrl.samplers import INDEX, RandomSampler, Sampler
 from rlstructs.replay.torchrl.storages import ReplayStorage
 from rlstructs.replay.torchrl.transforms import Compose, Inverted, as_transform
-from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer
+from rlstructs.replay.torchrl.writers import RoundRobinWriter, Writer, to_host
 from rlstructs.seeding import Stream
+
+# torchrl's columns of trajectory ids: where the id changes, an episode begins.
+TRAJECTORY_IDS = ("collector/traj_ids", "episode")
 
 
 @dataclass(eq=False)
@@ -149,3 +156,112 @@ class Assembly:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=lock_that_forks())
+
+
+class EpisodeMarks:
+    """Finds where episodes end and begin.
+
+    Args:
+        store: the rows.
+        sampler: its `end_key` and `traj_key` are further columns with ends and starts.
+
+    Attributes:
+        are_known: whether any column or batch has said where episodes end.
+    """
+
+    def __init__(self, store: Storage, sampler: Sampler) -> None:
+        self._store, self.sampler, self.are_known = store, sampler, False
+
+    def end_keys(self, names: Collection[str]) -> list[str]:
+        """Lists the columns that end an episode where they are true."""
+        more, ends = self.sampler.end_key, ends_among(names)
+        return ends if more is None or more in ends or more not in names else [*ends, more]
+
+    def id_keys(self, names: Collection[str]) -> list[str]:
+        """Lists the columns that begin an episode where they change."""
+        own = self.sampler.traj_key
+        return [name for name in (TRAJECTORY_IDS if own is None else (own,)) if name in names]
+
+    def are_in(self, names: Collection[str]) -> bool:
+        """Whether one of these columns says where episodes end or begin."""
+        return bool(self.end_keys(names) or self.id_keys(names))
+
+    def are_changed(self, block: Mapping[str, Any], rows: np.ndarray) -> bool:
+        """Whether new values of rows would change ends or starts of episodes.
+
+        `block` has the values (n, ...) by column.
+        """
+        names, columns = [*self.end_keys(block), *self.id_keys(block)], self._store.columns
+        held = self._store.gather(names, rows)
+        return any(
+            not np.array_equal(to_host(columns, name, block[name]), to_host(columns, name, values))
+            for name, values in zip(names, held, strict=True)
+        )
+
+    def find(self, block: Mapping[str, Any], rows: GivenRows) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Marks ends and starts of episodes in rows about to be written.
+
+        Returns bool (1, n) each; None for nowhere.
+
+        Args:
+            block: name -> (1, n, ...), the rows in the form that columns take.
+            rows: the rows as they were given.
+        """
+        own = find_marks({name: block[name] for name in self.end_keys(block)})
+        done = [marks for marks in (rows.done, None if own is None else own[0]) if marks is not None]
+        starts = [] if rows.starts is None else [rows.starts]
+        for name in self.id_keys(block):
+            ids = to_host(self._store.columns, name, block[name][0])
+            changes = _find_changes(ids)
+            if n_rows := len(self._store):
+                newest = self._store.view().row_ids(np.array([n_rows - 1]))
+                changes[0] = (self._read_ids(name, newest)[0] != ids[0]).any()
+            starts.append(changes)
+        self.are_known |= bool(done or starts)
+        return _join(done), _join(starts)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Marks rows that end an episode, and rows with a new id.
+
+        Every row is marked, the oldest first; bool (n,) each.
+        """
+        rows, specs = self._store.view().every_row(), self._store.columns.specs
+        ends = find_marks({name: self._store.gather([name], rows)[0] for name in self.end_keys(specs)}, 1)
+        changes = np.zeros(rows.size, bool)
+        for name in self.id_keys(specs):
+            changes |= _find_changes(self._read_ids(name, rows))
+        return np.zeros(rows.size, bool) if ends is None else ends, changes
+
+    def recompute(self, ends: np.ndarray, changes: np.ndarray) -> None:
+        """Recomputes all episodes after columns, or the sampler, have changed.
+
+        It takes the result of `read` before the change.
+        """
+        rows = self._store.view().every_row()
+        # Episodes that began for another reason, as each trajectory of a batch does, still begin there.
+        begins = self._store.track_episodes().begin(rows) & ~changes
+        begins[1:] &= ~ends[:-1]
+        done, changed = self.read()
+        done[:-1] |= (begins | changed)[1:]
+        by_slot = np.zeros((1, self._store.columns.capacity), bool)
+        by_slot[0, rows] = done
+        self._store.rebuild_episodes(by_slot)
+        self.sampler.reordered()
+
+    def _read_ids(self, name: str, rows: np.ndarray) -> np.ndarray:
+        return to_host(self._store.columns, name, self._store.gather([name], rows)[0])
+
+
+def _join(marks: list[np.ndarray]) -> np.ndarray | None:
+    """Joins marks by "or", bool (1, n); None if there are none."""
+    return np.asarray(np.logical_or.reduce(marks))[None] if marks else None
+
+
+def _find_changes(ids: np.ndarray) -> np.ndarray:
+    """Marks rows that differ from the one before, bool (n,).
+
+    The first row is not marked.
+    """
+    changes = np.zeros(len(ids), bool)
+    changes[1:] = (ids[1:] != ids[:-1]).any(axis=tuple(range(1, ids.ndim)))
+    return changes

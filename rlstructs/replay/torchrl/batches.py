@@ -1,6 +1,7 @@
 """Makes the batches of a `DictTensorReplayBuffer`.
 
-They are made one by one, in passes, as packs, and ahead of time (`rlstructs/replay/draw/ahead.py`).
+They are made one by one, in passes, as packs, and ahead of time (`rlstructs/replay/draw/ahead.py`). Slices get marks
+where they begin and end.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from rlstructs.replay.draw.ahead import Batch, Batches, Place, Prefetch, early_b
 from rlstructs.replay.draw.packed import ANCHOR, PackedWindows, in_library
 from rlstructs.replay.draw.plan import Fields, Selection
 from rlstructs.replay.draw.view import View
-from rlstructs.replay.intake.arrays import is_mapping
+from rlstructs.replay.intake.arrays import encoded, host_array, is_mapping
+from rlstructs.replay.intake.roles import ends_among
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.torchrl import episode_marks
+from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.torchrl.assembly import Assembly
 from rlstructs.replay.torchrl.given_rows import has, is_tensordict, put, restore_form
 from rlstructs.replay.torchrl.part import join_key
 from rlstructs.replay.torchrl.samplers import INDEX, WEIGHT, Sampler
-from rlstructs.replay.torchrl.slice_samplers import INSIDE, SliceSampler
+from rlstructs.replay.torchrl.slice_samplers import AUTO, DONE, INSIDE, SliceSampler, parent_of
 from rlstructs.structures.dict_tensor import DictTensor
+
+TRUNCATED, TERMINATED = "truncated", "terminated"
 
 
 class Sampling:
@@ -247,7 +251,7 @@ class Draws:
             values = {k: _move_stack(v, n_axes) if self._reading.stacks(k) else v for k, v in values.items()}
         known: dict[str, Any] = dict(sampler.info(picked))
         if isinstance(sampler, SliceSampler):
-            known |= episode_marks.put(values, picked, sampler, specs, () if axes is None else (1,))
+            known |= _mark_slices(values, picked, sampler, specs, () if axes is None else (1,))
         if with_info and self._collate_fn is None:
             batch = self._export(values | known, specs)
             info = Known((name, batch[name]) for name in known)
@@ -366,3 +370,89 @@ def _window_length(sampler: Sampler, own: int, slice_len: int | None) -> int:
     if slice_len is None:
         raise SpecError(f"sample: a {name} draws single rows; slice_len must say how long windows are")
     return check_count("slice_len", slice_len)
+
+
+def _mark_slices(
+    values: dict[str, Any], picked: Selection, sampler: SliceSampler, specs: Mapping[str, Spec], beside: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Marks the first and last rows of slices, with the sampler's keys.
+
+    The last ones are marked as truncated and done. Programs that use ends ask for `terminated`, `truncated` and `done`:
+    ends without a column are added.
+
+    Args:
+        values: the columns, name -> `(n, ...)`, changed in place.
+        picked: the drawn slices.
+        sampler: drew them.
+        specs: of the columns.
+        beside: further axes of an added end, if no end is stored.
+
+    Returns:
+        The ends without a column, name -> `(n, ...)`.
+    """
+    if sampler.init_key in values:
+        _mark(values, sampler.init_key, sampler.firsts(picked), specs)
+    if sampler.truncated_key is None:
+        return {}
+    lasts, ends = sampler.lasts(picked), ends_among(values)
+    truncations = [name for name in ends if name.rpartition("/")[2] == TRUNCATED]
+    parent = parent_of((truncations or ends or ["next/"])[0])
+    key = f"{parent}{TRUNCATED}" if sampler.truncated_key == AUTO else sampler.truncated_key
+    prefix = parent_of(key)
+    own = [f"{prefix}{last}" for last in DONE]
+    dones = [name for name in (*own, *(f"{parent}{last}" for last in DONE)) if name in values]
+    if sampler.end_key in values and sampler.end_key.rpartition("/")[2] in DONE:
+        dones.append(sampler.end_key)
+    made = {}
+    if not ({key, f"{prefix}{TERMINATED}"} <= values.keys() and any(name in values for name in own)):
+        made = _make_absent(values, lasts, key, ends, beside)
+    for name in dict.fromkeys((key, *dones) if key in values else dones):
+        _mark(values, name, lasts, specs)
+    return made
+
+
+def _make_absent(
+    values: Mapping[str, Any], lasts: np.ndarray, key: str, ends: list[str], beside: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Makes the ends beside `key` that have no column.
+
+    The last rows of slices are marked in them.
+    """
+    prefix = parent_of(key)
+    dones = [name for last in DONE if (name := f"{prefix}{last}") in values]
+    terminated = f"{prefix}{TERMINATED}"
+    stored = [name for name in (key, *dones, terminated) if name in values]
+    like = (stored or ends)[:1]
+    shape = (len(lasts), *(np.shape(values[like[0]])[1:] if like else beside))
+    known = {name: _truth(name, values[name], shape) for name in stored}
+    marks, nowhere = _spread(lasts, shape), np.zeros(shape, bool)
+    cut, over = known.get(key, nowhere), known.get(terminated)
+    if over is None:  # an episode that is done and not truncated has terminated
+        over = known[dones[0]] & ~cut if dones else nowhere
+    made = {terminated: over, key: marks}
+    if not dones:
+        made = {f"{prefix}{DONE[0]}": marks | cut | over} | made
+    return {name: np.array(array) for name, array in made.items() if name not in values}
+
+
+def _truth(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Marks values of a column that are not zero, bool of this shape."""
+    marks = host_array(name, values) != 0
+    return marks if marks.shape == shape else _spread(marks.any(axis=tuple(range(1, marks.ndim))), shape)
+
+
+def _spread(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Broadcasts values of rows, `(n,)`, over the further axes of a shape."""
+    return np.broadcast_to(rows.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+
+
+def _mark(values: dict[str, Any], name: str, rows: np.ndarray, specs: Mapping[str, Spec]) -> None:
+    """Makes a column true in some rows, bool (n,), where it is zero."""
+    at = torch.from_numpy(rows) if isinstance(values[name], torch.Tensor) else rows
+    one = encoded(name, np.ones(()), specs[name]).item()
+    if specs[name].dtype.kind == "b":
+        values[name][at] = one
+        return
+    marked = values[name][at]  # it may hold other numbers than 0 and 1
+    marked[marked == 0] = one
+    values[name][at] = marked

@@ -11,8 +11,8 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.intake.arrays import from_bits, host_array
 from rlstructs.replay.intake.roles import is_reward
+from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.store import Storage
-from rlstructs.replay.torchrl.episode_marks import to_host
 from rlstructs.replay.torchrl.part import Part, check_neutral, join_key
 from rlstructs.replay.torchrl.prioritized_sampler import check_reduction, reduce_rows
 from rlstructs.workers.public_names import set_module
@@ -65,6 +65,11 @@ class Writer(Part):
 
     def changed(self) -> None:
         """Is called after something else has changed the store."""
+
+
+def to_host(columns: Columns, name: str, values: Any) -> np.ndarray:
+    """Copies values of a column to host memory, if they are on a device."""
+    return values if isinstance(values, np.ndarray) else columns.host(name, values)
 
 
 def _separate_episodes(storage: Storage, rows: np.ndarray) -> None:
