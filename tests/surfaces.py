@@ -31,7 +31,7 @@ from rlstructs.replay import (
     VectorReplayBuffer,
 )
 from rlstructs.replay.intake.trajectories import NAMES, take_trajectories
-from rlstructs.replay.rows import compression, on_disk
+from rlstructs.replay.rows import on_disk, spec
 from rlstructs.structures.arrays import raw_of
 
 N_LANES, CAPACITY = 3, 20
@@ -169,7 +169,7 @@ def _surfaces(storage=ListStorage, **settings):
 
 
 # Frames in these tests are smaller than those that are worth it.
-compression.LEAST = 1
+spec.LEAST = 1
 COMPRESSED = {"compression": dict.fromkeys(
     ["observations", "next_observations", "obs", "obs_next", "obs/achieved_goal", "obs/desired_goal", "next/obs"],
     "zstd:1",

@@ -32,8 +32,7 @@ from rlstructs.replay.draw.plan import AVOID_ENDS
 from rlstructs.replay.draw.priorities import exponent, importance_weights, largest_of, limit_of
 from rlstructs.replay.intake.arrays import host_array, real_numbers
 from rlstructs.replay.intake.trajectories import NAMES, STATES, Names, Steps, find_names, take_trajectories
-from rlstructs.replay.rows.compression import Compression, Setting
-from rlstructs.replay.rows.spec import Spec, cast
+from rlstructs.replay.rows.spec import Compression, Setting, Spec, cast
 from rlstructs.structures.arrays import raw_dtype, raw_of, tensor_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories

@@ -17,7 +17,7 @@ from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay.draw.view import View
 from rlstructs.replay.intake.trajectories import STATES, Steps
-from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.spec import Setting
 from rlstructs.structures.arrays import raw_of, tensor_of
 
 # The columns that describe drawn rows.

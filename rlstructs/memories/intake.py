@@ -17,7 +17,7 @@ from rlstructs.replay.intake.arrays import encoded
 from rlstructs.replay.intake.intake import FILL, GROW, Intake
 from rlstructs.replay.intake.roles import ENDS
 from rlstructs.replay.intake.trajectories import POLICY_VERSION, find_names
-from rlstructs.replay.rows.in_step import InStep
+from rlstructs.replay.rows.blocks import InStep
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage

@@ -20,7 +20,7 @@ from rlstructs.replay.draw.view import find_starts
 from rlstructs.replay.intake.arrays import generator_of, row_ids
 from rlstructs.replay.intake.intake import FILL, GROW
 from rlstructs.replay.intake.trajectories import Steps
-from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.spec import Setting
 from rlstructs.seeding import Stream, generator_state
 
 

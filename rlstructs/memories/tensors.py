@@ -22,13 +22,12 @@ from rlstructs.frameworks.framework import NOT_NUMPYS, Framework
 from rlstructs.replay.draw.plan import Selection
 from rlstructs.replay.intake.arrays import as_whole, cast_freely, encoded, find_marks, from_bits, host_array
 from rlstructs.replay.intake.roles import ENDS
-from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.blocks import InStep
 from rlstructs.replay.rows.episodes import BYTES_PER_ROW
 from rlstructs.replay.rows.folder import make_storage
-from rlstructs.replay.rows.in_step import InStep
 from rlstructs.replay.rows.lanes import REWRITES, SLOT
 from rlstructs.replay.rows.on_device import TensorColumns
-from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.spec import Setting, Spec
 from rlstructs.replay.rows.store import Storage
 
 LOG = logging.getLogger("rlstructs")

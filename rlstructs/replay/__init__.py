@@ -16,7 +16,7 @@ from rlstructs.workers.public_names import export_lazily
 if TYPE_CHECKING:
     from rlstructs.replay.leave.array_dict import ArrayDict, Batch
     from rlstructs.replay.rlberry.chunks import ChunkBatch, ChunkReplayBuffer
-    from rlstructs.replay.rows.compression import Compression
+    from rlstructs.replay.rows.spec import Compression
     from rlstructs.replay.tianshou.cached import CachedReplayBuffer
     from rlstructs.replay.tianshou.hindsight import HERReplayBuffer, HERVectorReplayBuffer
     from rlstructs.replay.tianshou.intake import MalformedBufferError
@@ -61,7 +61,7 @@ _EXPORTS = {
     "ChunkBatch": "rlberry.chunks",
     "ChunkReplayBuffer": "rlberry.chunks",
     "CompressedListStorage": "torchrl.storages",
-    "Compression": "rows.compression",
+    "Compression": "rows.spec",
     "Compose": "torchrl.transforms",
     "DictTensorPrioritizedReplayBuffer": "torchrl.buffer",
     "DictTensorReplayBuffer": "torchrl.buffer",

@@ -19,9 +19,8 @@ from rlstructs.replay.keep.saving import Form
 from rlstructs.replay.keep.stored import Stored
 from rlstructs.replay.leave.export import Exporter
 from rlstructs.replay.rows.columns import Columns
-from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.rows.folder import make_storage
-from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.spec import Setting, Spec
 from rlstructs.seeding import Stream
 from rlstructs.structures.trajectories import Trajectories
 

@@ -20,13 +20,12 @@ from rlstructs.files import zstd
 from rlstructs.memories.torch import RandomMemory
 from rlstructs.replay import ReplayBuffer
 from rlstructs.replay.draw.plan import Selection
-from rlstructs.replay.rows import compressed, compression
+from rlstructs.replay.rows import compressed
 from rlstructs.replay.rows.backing import Heap
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.compressed import SEGMENT
-from rlstructs.replay.rows.compression import Compression
 from rlstructs.replay.rows.lanes import LANE, SLOT
-from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.spec import Compression, Spec
 from rlstructs.replay.rows.store import Storage
 
 FRAME = Spec(np.dtype(np.uint8), (84, 84))
@@ -168,7 +167,7 @@ def test_unknown_settings_are_named(setting):
 
 
 def test_a_column_that_cannot_be_compressed_is_named_before_anything_changes(monkeypatch):
-    monkeypatch.setattr(compression, "LEAST", 64)
+    monkeypatch.setattr("rlstructs.replay.rows.spec.LEAST", 64)
     buffer = ReplayBuffer(10, compression={"obs": "zstd"})
     row = {"obs": np.zeros(3), "act": 0, "rew": 0.0, "terminated": False, "truncated": False}
     with pytest.raises(SpecError, match=r"compression of 'obs': its rows are 24 bytes, expected 64 to 8,388,607 bytes"):

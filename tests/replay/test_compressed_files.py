@@ -15,8 +15,10 @@ from test_streams import draw
 
 from rlstructs import Checkpoint, FileError, StateError
 from rlstructs.files import layout, segments
+from rlstructs.files.zstd import codec_of
 from rlstructs.replay import VectorReplayBuffer
-from rlstructs.replay.rows import compressed, compression
+from rlstructs.replay.keep import restoring
+from rlstructs.replay.rows import compressed, spec
 
 WAYS = ("npz", "pt", "h5", "checkpoint")
 RAW, PACKED = ({f"memory of {kind}": _memory(kind, "PrioritizedMemory", **each) for kind in ON_HOST} | _surfaces(**each)
@@ -72,10 +74,10 @@ def refuse_codecs(monkeypatch):
     def refuse(*args):
         raise AssertionError("neither")
 
-    codec = copy.copy(compression.codec_of(3))
+    codec = copy.copy(codec_of(3))
     codec.compress = codec.decompress = refuse
-    monkeypatch.setattr(compressed, "codec_of", lambda level: codec)
-    monkeypatch.setattr(compression, "codec_of", lambda level: codec)
+    for module in (compressed, restoring, spec):
+        monkeypatch.setattr(module, "codec_of", lambda level: codec)
 
 
 @pytest.mark.parametrize("way", ["npz", "pt", "checkpoint"])
@@ -124,7 +126,7 @@ def flip(arrays, place):
 
 def claim(arrays, place):
     """The row says that it holds 2 GB."""
-    codec = compression.codec_of(3)
+    codec = codec_of(3)
     data = np.frombuffer(codec.compress(bytes(1 << 24)), np.uint8)
     ends = np.cumsum(arrays["lengths/obs"].reshape(-1))
     before, after = arrays["packed/obs"][: ends[place - 1]], arrays["packed/obs"][ends[place] :]
@@ -167,7 +169,7 @@ def test_bools_of_a_file_are_true_or_false(tmp_path):
     buffer.save(tmp_path / "x.npz")
 
     def change(arrays, place):
-        data = np.frombuffer(compression.codec_of(3).compress(bytes([0, 1, 2] * 1000)), np.uint8)
+        data = np.frombuffer(codec_of(3).compress(bytes([0, 1, 2] * 1000)), np.uint8)
         lengths = arrays["lengths/mask"].reshape(-1)
         arrays["packed/mask"] = np.concatenate([data, arrays["packed/mask"][lengths[0] :]])
         lengths[0] = data.size

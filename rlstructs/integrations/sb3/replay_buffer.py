@@ -17,10 +17,9 @@ from rlstructs.checks import check_count, check_gamma
 from rlstructs.debug import is_on
 from rlstructs.errors import FileError
 from rlstructs.replay.draw.priorities import LEAVES, Priorities, exponent, importance_weights
-from rlstructs.replay.rows.compression import Setting
 from rlstructs.replay.rows.folder import make_storage
 from rlstructs.replay.rows.lanes import LANE, SLOT
-from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.spec import Setting, Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.workers.limits import available_bytes
 from rlstructs.workers.public_names import set_module

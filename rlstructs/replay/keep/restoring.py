@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from rlstructs.files.archives import Reader
+from rlstructs.files.zstd import DEFAULT_LEVEL, codec_of
 from rlstructs.replay.rows.columns import Columns, pieces
 from rlstructs.replay.rows.compressed import CompressedRows
-from rlstructs.replay.rows.compression import check_row
 from rlstructs.replay.rows.episodes import Episodes
 from rlstructs.replay.rows.lanes import HEAD, LANE, REWRITES, Ring, RowIds
 from rlstructs.replay.rows.linked import LinkedColumns, fill_unlinked
@@ -261,7 +261,7 @@ def check_column(columns: Columns, arrays: SavedArrays, name: str, spec: Spec, n
     for rows, data in arrays.packed(name, spec):
         for row, each in zip(_ids_of(columns, rows).tolist(), data, strict=True):
             if each:
-                check_row(name, row, each, spec, decodes)
+                _check_row(name, row, each, spec, decodes)
 
 
 def _restore_packed(columns: Columns, arrays: SavedArrays, name: str) -> None:
@@ -275,10 +275,40 @@ def _restore_packed(columns: Columns, arrays: SavedArrays, name: str) -> None:
         values = np.full((len(data), *spec.shape), spec.unwritten, spec.dtype)
         for at, each in enumerate(data):
             if each:
-                values[at] = np.frombuffer(check_row(name, int(ids[at]), each, spec), spec.dtype).reshape(spec.shape)
+                values[at] = np.frombuffer(_check_row(name, int(ids[at]), each, spec), spec.dtype).reshape(spec.shape)
         columns.put_rows(name, ids, columns.converted(name, values, spec))
 
 
 def _ids_of(columns: Columns, numbers: np.ndarray) -> np.ndarray:
     """Returns row ids of rows, numbered slot after slot of all lanes."""
     return columns.rows(numbers % columns.n_lanes, numbers // columns.n_lanes)
+
+
+def _check_row(name: str, row: int, data: bytes, spec: Spec, decodes: bool = True) -> bytes:
+    """Returns the bytes of a row from its compressed ones.
+
+    These come from a file.
+
+    Args:
+        name: of the column.
+        row: its id.
+        data: the compressed bytes, or as many as the row has.
+        spec: of the column.
+        decodes: whether to decode them; if not, only what they say of themselves is checked, and they are returned.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    codec = codec_of(DEFAULT_LEVEL)
+    try:
+        if len(data) == spec.nbytes:
+            found = data
+        elif codec.size_of(data) != spec.nbytes:
+            raise ValueError(f"they hold {codec.size_of(data):,} bytes, expected {spec.nbytes:,}")
+        else:
+            found = codec.decompress(data, spec.nbytes) if decodes else data
+        if spec.dtype == bool and max(found) > 1:
+            raise ValueError("they hold bools that are neither true nor false")
+    except (codec.error, ValueError) as error:
+        raise ValueError(f"the compressed bytes of row {row} of {name!r} are damaged: {error}") from error
+    return bytes(found)

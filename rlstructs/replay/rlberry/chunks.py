@@ -33,7 +33,7 @@ from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.export import GatheredColumn
 from rlstructs.replay.rlberry.intake import StoredRows, TaggedIntake, dtype_name
-from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.spec import Setting
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.workers.public_names import set_module
 

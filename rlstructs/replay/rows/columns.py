@@ -14,7 +14,6 @@ import numpy as np
 from rlstructs.errors import MissingKeyError, SpecError, StateError
 from rlstructs.replay.rows.backing import Backing, Block, Heap, SharedBlock
 from rlstructs.replay.rows.compressed import BYTES_PER_ROW, CompressedBlock
-from rlstructs.replay.rows.compression import Compression
 from rlstructs.replay.rows.lanes import LANE, SLOT, Clock, Ring, RowIds
 from rlstructs.replay.rows.objects import OBJECT, ObjectBlock, private_rows
 from rlstructs.replay.rows.on_disk import FileBlock
@@ -27,7 +26,7 @@ from rlstructs.replay.rows.records import (
     row_dtype,
     width_of,
 )
-from rlstructs.replay.rows.spec import Spec, cast
+from rlstructs.replay.rows.spec import Compression, Spec, cast
 
 # How many sets of names `gather` remembers.
 MOST_GATHERINGS = 64

@@ -22,9 +22,8 @@ import numpy as np
 from rlstructs.errors import SpecError, StateError
 from rlstructs.files.zstd import codec_of
 from rlstructs.replay.rows.backing import Backing
-from rlstructs.replay.rows.compression import MOST
 from rlstructs.replay.rows.lanes import Ring, RowIds, keep_order
-from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.spec import MOST, Spec
 
 # Bits of an entry of the table for the number of bytes; the rest is the place.
 LENGTH_BITS, LENGTH_MASK = MOST.bit_length(), MOST

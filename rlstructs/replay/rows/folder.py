@@ -20,13 +20,12 @@ from rlstructs.errors import FileError, SpecError
 from rlstructs.replay.keep.checks import check_counters, check_episodes, spec_in
 from rlstructs.replay.rows.columns import Columns
 from rlstructs.replay.rows.compressed import CompressedBlock
-from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.episodes import EPISODE, Episodes
 from rlstructs.replay.rows.lanes import ALL, EDITS, FLOOR, HEAD, LANE, REWRITES, Counters
 from rlstructs.replay.rows.linked import LinkedColumns, make_link
 from rlstructs.replay.rows.on_disk import CHECKSUM, MANIFEST, Disk, Existing, FileBlock, checksum_of
 from rlstructs.replay.rows.records import Record
-from rlstructs.replay.rows.spec import Spec
+from rlstructs.replay.rows.spec import Compression, Setting, Spec
 from rlstructs.replay.rows.store import Storage
 from rlstructs.workers.limits import keep_freed_memory
 

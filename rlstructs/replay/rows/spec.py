@@ -1,25 +1,31 @@
-"""`Spec`: the dtype and shape of a column.
+"""`Spec`: the dtype and shape of a column; `Compression`: which columns are compressed.
 
-Also dtypes that hold its values and new ones, and casts that lose no value.
+Also dtypes that hold values of a column and new ones, and casts that lose no value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rlstructs.checks import check_size
 from rlstructs.debug import is_on, poison
 from rlstructs.errors import SpecError
+from rlstructs.files.zstd import DEFAULT_LEVEL, codec_of
 from rlstructs.replay.rows.objects import OBJECT
+from rlstructs.workers.public_names import set_module
 
 # numpy's kinds of numbers; those of a higher rank hold those of a lower one.
 RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 # The bits of NaN in bfloat16, which numpy lacks: such columns hold int16.
 BFLOAT16_NAN = 0x7FC0
+# Bytes of a row from which on a column of uint8 or bool is compressed unless the program names columns, from which on
+# any column can be, and up to which.
+LARGE, LEAST, MOST = 512, 64, (1 << 23) - 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,84 @@ class Spec:
         if self.is_object:
             return None
         return BFLOAT16_NAN if self.is_bfloat16 else poison(self.dtype)
+
+
+@set_module("rlstructs.replay")
+class Compression:
+    """Says which columns are compressed, and how many bytes they may take.
+
+    It is given to any memory or buffer as `compression`, where a plain setting will do without a limit.
+
+    Args:
+        setting: "zstd", "zstd:LEVEL" with a level from 1, quick, to 22, small, or column -> one of these or None;
+            unless they are named, columns of uint8 and bool with rows of 512 bytes or more are compressed. None for
+            none.
+        max_bytes: that the compressed rows of a column take at most, in equal parts for each environment; None for no
+            limit. Where they are used up, the oldest rows of the environment leave, as if the memory were smaller.
+
+    Raises:
+        TypeError, SpecError: an argument is another.
+        ImportError: there is no zstd.
+
+    Example:
+        >>> Compression("zstd:1", max_bytes=4_000_000_000)
+        Compression('zstd:1', max_bytes=4000000000)
+    """
+
+    def __init__(self, setting: str | Mapping[str, str | None] | None = "zstd", max_bytes: int | None = None) -> None:
+        self._setting = dict(setting) if isinstance(setting, Mapping) else setting
+        self.max_bytes = None if max_bytes is None else check_size("max_bytes", max_bytes)
+        if isinstance(setting, Mapping):
+            self._levels = {name: None if each is None else _level(each) for name, each in setting.items()}
+            self._level = None
+        else:
+            self._levels, self._level = {}, None if setting is None else _level(setting)
+        if setting is not None:
+            codec_of(DEFAULT_LEVEL)  # raises if there is no zstd
+
+    @classmethod
+    def of(cls, setting: Setting) -> Compression:
+        """Returns the compression for a program's setting, or for a result of `to_json`."""
+        if isinstance(setting, Compression):
+            return setting
+        return cls(*setting) if isinstance(setting, list) else cls(setting)
+
+    def to_json(self) -> Any:
+        """Returns the setting in types of JSON, for `of`."""
+        return self._setting if self.max_bytes is None else [self._setting, self.max_bytes]
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
+        return f"Compression({self._setting!r}{limit})"
+
+    def level_of(self, name: str, spec: Spec) -> int | None:
+        """Returns zstd's level for a column; None if it is not compressed.
+
+        Raises:
+            SpecError: the program names a column that cannot be compressed.
+        """
+        fits = not spec.is_object and LEAST <= spec.nbytes <= MOST
+        if self._level is not None:
+            return self._level if fits and spec.nbytes >= LARGE and spec.dtype.name in ("uint8", "bool") else None
+        level = self._levels.get(name)
+        if level is not None and not fits:
+            rows = "objects" if spec.is_object else f"{spec.nbytes:,} bytes"
+            raise SpecError(f"compression of {name!r}: its rows are {rows}, expected {LEAST} to {MOST:,} bytes")
+        return level
+
+
+# What a program says of compression.
+Setting = str | Mapping[str, str | None] | Compression | None
+
+
+def _level(setting: Any) -> int:
+    method, _, level = setting.partition(":") if isinstance(setting, str) else ("", "", "")
+    number = level.removeprefix("-")
+    if method != "zstd" or (":" in setting and not (number.isdecimal() and -100 <= int(level) <= 22)):
+        raise SpecError(
+            f"compression must be None, 'zstd', 'zstd:LEVEL' or a mapping of columns to these, got {setting!r}"
+        )
+    return int(level) if level else DEFAULT_LEVEL
 
 
 def widened(old: np.ndarray, new: np.ndarray, dtype: np.dtype) -> np.dtype | None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from rlstructs.errors import SpecError
 from rlstructs.replay.intake.arrays import any_marks, host_array, is_number_of, number_limits, view_tensor
 from rlstructs.replay.intake.roles import is_info
+from rlstructs.replay.rows.blocks import InStep
 from rlstructs.replay.rows.episodes import EPISODE, FEW, LENGTH, TIME
-from rlstructs.replay.rows.in_step import InStep
 from rlstructs.replay.rows.lanes import keep_order
 from rlstructs.replay.rows.records import as_items
 from rlstructs.replay.rows.spec import Spec

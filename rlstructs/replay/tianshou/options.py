@@ -15,7 +15,7 @@ from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError
 from rlstructs.replay.draw.reading import Reading
 from rlstructs.replay.intake.intake import ERROR, FILL, GROW
-from rlstructs.replay.rows.compression import Compression, Setting
+from rlstructs.replay.rows.spec import Compression, Setting
 
 # The settings that tianshou has as well, in the order of its `options`.
 THEIRS = ("stack_num", "ignore_obs_next", "save_only_last_obs", "sample_avail")

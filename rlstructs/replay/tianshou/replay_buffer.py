@@ -23,7 +23,7 @@ from rlstructs.replay.keep import saving
 from rlstructs.replay.keep.checks import Claims
 from rlstructs.replay.keep.stored import Arrays, Restore
 from rlstructs.replay.leave.array_dict import ArrayDict
-from rlstructs.replay.rows.compression import Setting
+from rlstructs.replay.rows.spec import Setting
 from rlstructs.replay.tianshou import transitions
 from rlstructs.replay.tianshou.editor import Editor, StoredColumns
 from rlstructs.replay.tianshou.intake import TransitionIntake

@@ -15,10 +15,10 @@ from rlstructs.checks import check_count, check_size
 from rlstructs.errors import SpecError, StateError
 from rlstructs.replay.rows.backing import Folder, FolderBlock
 from rlstructs.replay.rows.columns import Columns
-from rlstructs.replay.rows.compression import Compression, Setting
 from rlstructs.replay.rows.lanes import LANE
 from rlstructs.replay.rows.linked import LinkedColumns
 from rlstructs.replay.rows.on_device import TensorColumns
+from rlstructs.replay.rows.spec import Compression, Setting
 from rlstructs.replay.torchrl.given_rows import take_rows
 from rlstructs.replay.torchrl.part import ANY, Part, check_neutral
 from rlstructs.workers.public_names import set_module
