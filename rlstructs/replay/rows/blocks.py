@@ -1,4 +1,4 @@
-"""Checks and splits the blocks of rows of a store; knows which lanes are in step."""
+"""Checks and splits blocks of rows; knows which lanes are in step."""
 
 from __future__ import annotations
 
