@@ -21,7 +21,7 @@ from rlstructs.batcher.evaluation import Rounds
 from rlstructs.batcher.exact_state import EngineState
 from rlstructs.batcher.start import start_engine
 from rlstructs.batcher.transport import SlotTransport
-from rlstructs.distributed.actor import Columns
+from rlstructs.distributed.cluster import Columns
 from rlstructs.envs.vec_env import NO_INFO
 from rlstructs.exact.job import JobState
 from rlstructs.exact.pickler import Pickled, dumps, loads

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlstructs.distributed import cluster
-from rlstructs.distributed.actor import (
+from rlstructs.distributed.cluster import (
     ASIDE,
     BUILD,
     Bell,
@@ -20,10 +20,10 @@ from rlstructs.distributed.actor import (
     NodeActor,
     NodeFailure,
     Place,
+    Placement,
     Request,
     wait_for_ring,
 )
-from rlstructs.distributed.cluster import Placement
 from rlstructs.errors import OutOfMemoryError, WorkerCrashed, WorkerError, WorkerTimeout
 from rlstructs.workers import failures, pickling
 from rlstructs.workers.errors import strip_traceback

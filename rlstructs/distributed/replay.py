@@ -24,7 +24,7 @@ import torch
 
 from rlstructs.checks import check_count, check_timeout
 from rlstructs.distributed import cluster, replay_files
-from rlstructs.distributed.actor import Bell, Columns, Node
+from rlstructs.distributed.cluster import Bell, Columns, Node
 from rlstructs.distributed.pool import NodePool
 from rlstructs.distributed.shard import DATA, INDEX, LEAF, ROW, Dtypes, Kind, ShardSettings, columns_of
 from rlstructs.errors import ClosedError, MissingKeyError, SpecError, StateError

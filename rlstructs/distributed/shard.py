@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlstructs.distributed.actor import Columns
+from rlstructs.distributed.cluster import Columns
 from rlstructs.errors import FileError
 from rlstructs.memories.torch import PrioritizedMemory
 from rlstructs.replay.draw.view import View

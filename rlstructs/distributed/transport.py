@@ -16,7 +16,7 @@ import torch
 from rlstructs.batcher.transport import Batch, Contents, Transport
 from rlstructs.batcher.worker_record import Records, RolloutOrder
 from rlstructs.distributed import cluster
-from rlstructs.distributed.actor import Columns
+from rlstructs.distributed.cluster import Columns
 from rlstructs.episodes import NAMES_OF_STEPS
 from rlstructs.shared.layout import ACTION, FOLLOWING, SEEN, Layout, Packing, specs_of_steps
 from rlstructs.shared.reading import RecordedSteps, blocks_of, sources_of

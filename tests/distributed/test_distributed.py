@@ -57,7 +57,7 @@ from rlstructs import (
 )
 from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.cli.command import main
-from rlstructs.distributed.actor import ASIDE, BUILD, NodeActor
+from rlstructs.distributed.cluster import ASIDE, BUILD, NodeActor
 from rlstructs.distributed.supervisor import NodeRecord
 from rlstructs.rollout.progress import RolloutReply
 from rlstructs.testing import Fault, FaultyEnv, Ledger, create_faulty_envs
