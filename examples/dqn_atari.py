@@ -1,6 +1,6 @@
 r"""Deep Q-learning on Atari games, from stacks of frames that the memory stores once, and compressed if it is told to.
 
-    pip install ale-py opencv-python-headless 'rlstructs[zstd]'
+    pip install ale-py opencv-python-headless zstandard
     python examples/dqn_atari.py --compress
 
 Preparation of frames as in Mnih et al. (2015): an action for four frames of the game, 84x84 grey, stacks of four, the

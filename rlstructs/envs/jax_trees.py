@@ -27,7 +27,7 @@ from rlstructs.structures.tree import check_same_keys
 try:
     import jax as jax  # others import it from here, after this error
 except ImportError as error:
-    raise ImportError("jax is needed for environments in jax: pip install 'rlstructs[jax-envs]'") from error
+    raise ImportError("jax is needed for environments in jax: pip install jax") from error
 
 _Arrays = Mapping[str, Any]
 # Where jax says which argument or result is no array.

@@ -24,7 +24,7 @@ from rlstructs.workers.limits import available_bytes
 
 # zstd's default level.
 DEFAULT_LEVEL = 3
-EXTRA = "compression needs zstd: pip install rlstructs[zstd]"
+EXTRA = "compression needs zstd: pip install zstandard"
 # Columns of these dtypes are packed where the entries of their first axis have so many bytes.
 DTYPES, LARGE = ("uint8", "bool"), 512
 # Bytes of a piece, before it is compressed.

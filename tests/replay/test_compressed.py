@@ -181,7 +181,7 @@ def test_without_zstd_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(zstd, "_CODECS", zstd._OwnCodecs())
     for module in ("zstandard", "compression"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"compression needs zstd: pip install rlstructs\[zstd\]"):
+    with pytest.raises(ImportError, match=r"compression needs zstd: pip install zstandard"):
         RandomMemory(10, compression="zstd", device="cpu")
 
 
