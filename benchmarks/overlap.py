@@ -150,7 +150,7 @@ def updates(copied: bool, repeats: int) -> None:
             copies.append(half - started)
             ratios.append((time.perf_counter() - half) / (half - started))
     found = statistics.median(ratios)
-    what = "copied by the agents" if copied else "kept as they are"
+    what = f"whose agents {'copy them' if copied else 'keep the tensors that they are given'}"
     show(f"`update` of {N_PARAMETERS:,} parameters to 2 workers, {what}",
          f"{found:.2f} copies of them ({statistics.median(copies) * 1e3:.1f} ms)",
          f"3: {'ok' if found <= 3 else 'TOO SLOW'}")  # fmt: skip
