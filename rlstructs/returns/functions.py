@@ -12,9 +12,8 @@ import torch
 
 from rlstructs.checks import check_count
 from rlstructs.errors import SpecError
-from rlstructs.returns import in_torch
+from rlstructs.returns.compute import compute
 from rlstructs.returns.inputs import Given, Weight
-from rlstructs.returns.launch import launch
 from rlstructs.structures.packed import PackedTrajectories
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor
 from rlstructs.structures.trajectories import Trajectories
@@ -104,10 +103,8 @@ def gae(
     """
     given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     values, lambda_ = given.floats("values", values), given.weight("lambda_", lambda_)
-    if launched := launch("gae", given, (values,), (lambda_,)):
-        return given.shape(launched[0]), given.shape(launched[1])
-    advantages, targets = in_torch.gae(given, values, lambda_)
-    return given.shape(advantages), given.shape(targets)
+    advantages, targets = compute("gae", given, (values,), (lambda_,))
+    return advantages, targets
 
 
 def discounted_returns(
@@ -132,9 +129,8 @@ def discounted_returns(
         (B, T).
     """
     given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
-    if launched := launch("discounted_returns", given):
-        return given.shape(launched[0])
-    return given.shape(in_torch.discounted_returns(given))
+    [returns] = compute("discounted_returns", given)
+    return returns
 
 
 def lambda_returns(
@@ -158,9 +154,8 @@ def lambda_returns(
     """
     given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     lambda_ = given.weight("lambda_", lambda_)
-    if launched := launch("lambda_returns", given, weights=(lambda_,)):
-        return given.shape(launched[0])
-    return given.shape(in_torch.lambda_returns(given, lambda_))
+    [returns] = compute("lambda_returns", given, weights=(lambda_,))
+    return returns
 
 
 def n_step_returns(
@@ -188,9 +183,8 @@ def n_step_returns(
     check_count("n", n)
     given = Given.of(rewards, next_values, terminated, truncated, gamma, mask, cu_seqlens)
     n = min(n, given.rewards.shape[1])
-    if launched := launch("n_step_returns", given, numbers=(n,)):
-        return given.shape(launched[0])
-    return given.shape(in_torch.n_step_returns(given, n))
+    [returns] = compute("n_step_returns", given, numbers=(n,))
+    return returns
 
 
 def vtrace(
@@ -231,11 +225,8 @@ def vtrace(
     clips = _clip("rho_clip", rho_clip), _clip("c_clip", c_clip)
     # On a CPU torch computes several exponentials at once, a kernel one; on a GPU they would be launches more.
     ratios = None if values.is_cuda else (learned - acted).exp_()
-    if launched := launch("vtrace", given, (values, ratios, learned, acted), numbers=clips):
-        return given.shape(launched[0]), given.shape(launched[1])
-    ratios = (learned - acted).exp_() if ratios is None else ratios
-    advantages, targets = in_torch.vtrace(given, values, ratios, *clips)
-    return given.shape(advantages), given.shape(targets)
+    advantages, targets = compute("vtrace", given, (values, ratios, learned, acted), numbers=clips)
+    return advantages, targets
 
 
 def _clip(name: str, value: float) -> float:

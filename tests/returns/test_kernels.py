@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
     import os, signal, sys, threading, torch
     from rlstructs import discounted_returns
-    from rlstructs.returns import launch
+    from rlstructs.returns import compute
 
     def returns(n_elems):
         no = torch.zeros(n_elems, 256, dtype=torch.bool)
@@ -42,7 +42,7 @@ def test_warp_loads_with_the_first_large_call_whatever_thread_it_comes_from(subp
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         assert not failed, failed
-        assert all(launch._starts.values()) and len(launch._starts) == 1
+        assert all(compute._starts.values()) and len(compute._starts) == 1
         """,
         **subprocess_env,
     )
@@ -59,7 +59,7 @@ def test_a_forked_child_computes_them_too(before, subprocess_env):
         if not child:
             signal.alarm(300)
             check()
-            assert all(launch._starts.values()) and len(launch._starts) == 1
+            assert all(compute._starts.values()) and len(compute._starts) == 1
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         check()
@@ -74,7 +74,7 @@ def test_where_kernels_cannot_be_kept_torch_computes_and_one_line_says_so(subpro
     program = """
         check()
         check()
-        assert list(launch._starts.values()) == [None]
+        assert list(compute._starts.values()) == [None]
         """
     said = run(program, **subprocess_env | nowhere)
     message = "Warp cannot load the kernels of returns; torch computes returns instead, more slowly: "

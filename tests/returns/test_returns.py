@@ -27,7 +27,7 @@ from rlstructs import (
     transitions,
     vtrace,
 )
-from rlstructs.returns import launch
+from rlstructs.returns import compute
 
 GAMMA, EPISODE = 0.99, 100
 FLOATS = ("rewards", "values", "next_values", "target_log_probs", "behaviour_log_probs")
@@ -48,8 +48,8 @@ functions = pytest.mark.parametrize("function", EXTRA, ids=lambda function: func
 def path(request):
     """What computes the results: torch, or kernels of Warp where there is a step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "FEWEST_STEPS", 1 if request.param == "kernels" else 2**62)
-        patch.setattr(launch, "FEWEST_ROUNDS", 0)
+        patch.setattr(compute, "FEWEST_STEPS", 1 if request.param == "kernels" else 2**62)
+        patch.setattr(compute, "FEWEST_ROUNDS", 0)
         yield request.param
 
 
@@ -190,7 +190,7 @@ def test_long_rows_are_as_exact_as_their_dtype(function, dtype, path):
         arguments[name] = torch.rand(3, 2000, generator=random) < share
     results = call(function, arguments)
     exact = call(function, {k: v.double() if k in FLOATS else v for k, v in arguments.items()})
-    assert path == "torch" or launch._starts[torch.device("cpu"), dtype] is not None
+    assert path == "torch" or compute._starts[torch.device("cpu"), dtype] is not None
     for result, wanted in zip(results, exact, strict=True):
         torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-4)
 
