@@ -53,7 +53,7 @@ from rlstructs.debug import is_on
 from rlstructs.envs.vec_env import NO_INFO, VecEnv
 from rlstructs.frameworks.torch import find_device
 from rlstructs.moments import Moments
-from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.job_specs import JobSettings
 from rlstructs.seeding import draw_seed
 from rlstructs.shared.module_state import plain_state
 from rlstructs.structures.dict_tensor import DictTensor

@@ -25,7 +25,7 @@ from rlstructs.batcher.worker_record import RolloutOrder
 from rlstructs.episodes import EpisodeTracker
 from rlstructs.errors import StateError
 from rlstructs.moments import Moments
-from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.job_specs import JobSettings
 from rlstructs.seeding import seeds_argument
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories

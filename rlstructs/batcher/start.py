@@ -13,7 +13,7 @@ from rlstructs.batcher.supervisor import Supervisor
 from rlstructs.batcher.transport import Contents, SlotTransport
 from rlstructs.errors import SpecError
 from rlstructs.rollout.job import JobFactory
-from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.job_specs import JobSettings
 from rlstructs.seeding import PrivateStreams, seed_worker_streams
 from rlstructs.shared import weights
 from rlstructs.shared.layout import COUNT, FIRST_BEHIND, Layout

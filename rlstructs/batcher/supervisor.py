@@ -18,7 +18,7 @@ from rlstructs.envs.stepping import find_step
 from rlstructs.errors import SpecError
 from rlstructs.exact.job import JobState
 from rlstructs.moments import Moments, merge_parts
-from rlstructs.rollout.probe import JobDescription
+from rlstructs.rollout.job_specs import JobDescription
 from rlstructs.shared.slots import SlotBuffers, Slots
 from rlstructs.trace.board import Board
 from rlstructs.trace.lane import DELIVERED, ORDERED, REPLACED, RESTARTS, VERSION, WAIT, during

@@ -45,7 +45,7 @@ from rlstructs.distributed.supervisor import NodeSupervisor
 from rlstructs.distributed.transport import Broadcast, NodePartsBatch, NodeTransport, Part
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rollout.job_settings import JobSettings
+from rlstructs.rollout.job_specs import JobSettings
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.trajectories import Trajectories
 from rlstructs.trace.board import Board, Excerpt

@@ -28,8 +28,7 @@ from rlstructs.exact.pickler import Pickled, dumps, loads
 from rlstructs.moments import Moments
 from rlstructs.rollout.evaluation import Standing
 from rlstructs.rollout.job import FailureGuard
-from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import JobDescription, Specs
+from rlstructs.rollout.job_specs import JobDescription, JobSettings, Specs
 from rlstructs.shared.slots import STATE, columns_of
 from rlstructs.shared.weights import Parcel
 from rlstructs.structures.dict_tensor import DictTensor

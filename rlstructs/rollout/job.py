@@ -27,8 +27,7 @@ from rlstructs.moments import Moments
 from rlstructs.rollout.compiled import acquire_compiled
 from rlstructs.rollout.evaluation import Evaluation, Standing, seed_agent
 from rlstructs.rollout.feeding import Feed
-from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import JobDescription, Specs, first_step, repeat_row
+from rlstructs.rollout.job_specs import JobDescription, JobSettings, Specs, first_step, repeat_row
 from rlstructs.rollout.progress import Clock, RolloutReply, WorkerProgress
 from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.rollout.waiting import acquire_waiting, check_history

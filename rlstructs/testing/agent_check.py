@@ -14,7 +14,7 @@ from rlstructs.agent import RL_Agent, evaluation_mode, replay_agent
 from rlstructs.checks import MODULE_HINT
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rollout.probe import check_batch_first, repeat_row
+from rlstructs.rollout.job_specs import check_batch_first, repeat_row
 from rlstructs.seeding import PrivateStreams, WorkerStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal

@@ -11,7 +11,7 @@ import torch
 from rlstructs.envs.env_infos import PREFIX
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rollout.probe import repeat_row
+from rlstructs.rollout.job_specs import repeat_row
 from rlstructs.structures.arrays import TensorSpec, numpy_specs, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show

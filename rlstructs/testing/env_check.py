@@ -19,7 +19,7 @@ from rlstructs.envs.row_adapter import row_env
 from rlstructs.envs.spaces import list_leaves
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rollout.probe import repeat_row
+from rlstructs.rollout.job_specs import repeat_row
 from rlstructs.seeding import PrivateStreams, seed_global_streams
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import equal, show

@@ -14,7 +14,7 @@ from rlstructs.agent import EmptyHistory, evaluation_mode, takes_views
 from rlstructs.checks import hint_batch_first
 from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
-from rlstructs.rollout.probe import repeat_row
+from rlstructs.rollout.job_specs import repeat_row
 from rlstructs.structures.arrays import TensorSpec, check_dtype, specs_of
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.temporal_dict_tensor import TemporalDictTensor

@@ -30,8 +30,7 @@ from rlstructs import (
 )
 from rlstructs.envs.row_adapter import row_env
 from rlstructs.rollout.job import RolloutJob
-from rlstructs.rollout.job_settings import JobSettings
-from rlstructs.rollout.probe import Specs, first_step
+from rlstructs.rollout.job_specs import JobSettings, Specs, first_step
 from rlstructs.rollout.progress import Progress
 from rlstructs.rollout.rollout import ActingAgent, acquire
 from rlstructs.seeding import PrivateStreams, seed_global_streams

@@ -1,26 +1,79 @@
-"""Finds and checks an agent's output and state in its first step."""
+"""What a job is built from, and what its first step tells.
+
+The first step of an agent shows its output and its state, which are checked here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from rlstructs.agent import EmptyHistory, RL_Agent
 from rlstructs.checks import BATCH_FIRST_HINT, hint_batch_first
+from rlstructs.copying import copy_arguments
+from rlstructs.envs.env_list import RAISE
+from rlstructs.envs.vec_env import VecEnv
 from rlstructs.errors import SpecError
 from rlstructs.moments import Moments
+from rlstructs.seeding import next_seed
 from rlstructs.structures.arrays import TensorSpec, check_dtype
 from rlstructs.structures.dict_tensor import DictTensor
 from rlstructs.structures.tree import check_same_keys
 
 # The message of torch's recurrent layers for a state whose first two axes are swapped.
 HIDDEN = re.compile(r"Expected hidden\S* size \((\d+), (\d+), .*got \[(\d+), (\d+), ")
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """The settings from which a worker makes its environments and its agent."""
+
+    create_agent: Callable[..., RL_Agent]
+    agent_args: dict[str, Any]
+    create_env: Callable[..., VecEnv]
+    env_args: dict[str, Any]
+    seeds: Sequence[int]
+    agent_seeds: Sequence[int] | None
+    agent_info: DictTensor
+    env_info: DictTensor
+    device: torch.device | None
+    on_env_failure: str = RAISE
+    max_env_restarts: int | None = None
+    first_worker: int = 0  # the index of the first of these workers among all
+
+    def with_new_streams(self, worker: int, restart_number: int) -> JobSettings:
+        """Returns the settings with new seeds for one worker.
+
+        Its streams start anew for the `restart_number`-th time.
+        """
+        seeds = list(self.seeds)
+        seeds[worker] = next_seed(seeds[worker], restart_number)
+        agent_seeds = None if self.agent_seeds is None else list(self.agent_seeds)
+        if agent_seeds is not None:
+            agent_seeds[worker] = next_seed(agent_seeds[worker], restart_number)
+        return replace(self, seeds=seeds, agent_seeds=agent_seeds)
+
+    def seed_of(self, worker: int, restart_number: int) -> int:
+        """The seed of a worker whose streams have started anew so many times."""
+        return next_seed(self.seeds[worker], restart_number) if restart_number else self.seeds[worker]
+
+    def with_copied_arguments(self) -> JobSettings:
+        """The settings with copied arguments, like those that a worker in another process gets."""
+        both = self.agent_args, self.env_args  # copied together: an object in both stays one object
+        agent_args, env_args = copy_arguments(both)
+        return replace(self, agent_args=agent_args, env_args=env_args)
+
+    def objects(self) -> dict[str, Any]:
+        """The user's objects, by their names in messages."""
+        parts: dict[str, Any] = {"create_agent": self.create_agent, "create_env": self.create_env}
+        parts |= {f"agent_args[{key!r}]": value for key, value in self.agent_args.items()}
+        return parts | {f"env_args[{key!r}]": value for key, value in self.env_args.items()}
 
 
 def first_step(agent: RL_Agent, observation: DictTensor, info: DictTensor, n: int) -> tuple[DictTensor, DictTensor]:
