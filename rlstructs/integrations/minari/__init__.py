@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from rlstructs.workers.public_names import export_lazily
 
 if TYPE_CHECKING:
-    from rlstructs.integrations.minari.reading import from_minari, iterate_minari
+    from rlstructs.integrations.minari.episodes import from_minari, iterate_minari
     from rlstructs.integrations.minari.writing import to_minari
 
-_EXPORTS = {"from_minari": "reading", "iterate_minari": "reading", "to_minari": "writing"}
+_EXPORTS = {"from_minari": "episodes", "iterate_minari": "episodes", "to_minari": "writing"}
 
 __all__ = ["from_minari", "iterate_minari", "to_minari"]
 
