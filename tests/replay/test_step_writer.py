@@ -7,6 +7,7 @@ import pytest
 import torch
 from frameworks import KINDS
 
+from rlstructs.replay.rows import step_copies
 from rlstructs.replay.rows.spec import Spec
 from rlstructs.replay.rows.step_writer import StepWriter
 from rlstructs.replay.rows.store import Storage
@@ -213,8 +214,8 @@ def test_two_writers_to_one_store_take_turns():
         assert storage.episodes.times(every).tolist() == general.episodes.times(every).tolist()
 
 
-def tensor_memory(kind, quick):
-    made = KINDS["torch"].RandomMemory(memory_size=600, num_envs=12, seed=0)
+def tensor_memory(kind, quick, size=600):
+    made = KINDS["torch"].RandomMemory(memory_size=size, num_envs=12, seed=0)
     for name, dtype in {"x": torch.bfloat16, "n": torch.uint8, "late": None, "terminated": torch.bool}.items():
         made.create_tensor(name, size=(2, 3) if name == "n" else 1, dtype=dtype, keep_dimensions=name == "n")
     if kind == "live":
@@ -226,10 +227,13 @@ def tensor_memory(kind, quick):
     return made
 
 
-@pytest.mark.parametrize("kind", ["plain", "live", "shared"])
-def test_tensors_that_torch_copies_leave_the_same(kind):
-    """Over more slots than are looked up at once, and than are kept; episodes of one and of all lanes end."""
-    quick, general = tensor_memory(kind, True), tensor_memory(kind, False)
+@pytest.mark.parametrize("size", [100, 600])
+@pytest.mark.parametrize("kind", ["plain", "wide", "live", "shared"])
+def test_tensors_that_torch_copies_leave_the_same(kind, size, monkeypatch):
+    """In stores of few and of many slots, more than once round; episodes of one and of all lanes end."""
+    if kind == "wide":
+        monkeypatch.setattr(step_copies, "MOST_STAGED", 60)  # "n" has 72 bytes
+    quick, general = tensor_memory(kind, True, size), tensor_memory(kind, False, size)
     for step in range(1300):
         ends = torch.rand(12, 1) < (0.0, 0.05, 1.0)[step % 3 if step % 40 == 0 else 1]
         row = {"x": torch.rand(12, 1).bfloat16(), "n": torch.randint(255, (12, 2, 3), dtype=torch.uint8)}

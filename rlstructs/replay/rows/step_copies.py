@@ -7,6 +7,7 @@ It rests on `torch._foreach_copy_`, which torch's optimizers use, too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -21,8 +22,9 @@ BITS = np.dtype((np.void, 2))
 copy_tensors = torch._foreach_copy_  # looking up names is part of what a write costs
 # All that decides whether torch copies a tensor as it is. `copy_` would also broadcast, cast, and record gradients.
 look = attrgetter("__class__", "dtype", "shape", "layout", "is_cpu", "requires_grad")
-# Slots whose places are found together, and the most that are kept: those of a rollout are found once.
-SLOTS_AT_ONCE, MOST_SLOTS = 64, 512
+# Slots of a store of rollouts, whose places in memory are found once. In a larger one a step is staged: to find a place
+# takes longer than to copy twice, unless a column's step has so many bytes.
+MOST_SLOTS, MOST_STAGED = 512, 1 << 14
 # The most plans that are kept.
 MOST_PLANS = 16
 
@@ -50,50 +52,67 @@ class Copied(NamedTuple):
     """A step that is ready to be written.
 
     Attributes:
-        find: returns the rows of a slot in the columns that are given.
-        tensors: their values, `(n_lanes, ...)` each.
-        omitted: the rows of the other columns by slot, and what is written to each.
+        find: returns the tensors that torch copies the values of a slot to.
+        tensors: these values, `(n_lanes, ...)` each.
+        moved: the rows by slot of columns that are staged or omitted, and what is written to each.
     """
 
-    find: Callable[[int], tuple[Tensor, ...]]
+    find: Callable[[int], list[Tensor]]
     tensors: tuple[Tensor, ...]
-    omitted: list[tuple[ndarray, Any]]
+    moved: Sequence[tuple[ndarray, Any]]
 
     def write(self, slot: int) -> None:
         """Writes the step to this slot of all lanes."""
         copy_tensors(self.find(slot), self.tensors)
-        for rows, value in self.omitted:
+        for rows, value in self.moved:
             rows[slot] = value
 
 
+Rows = tuple[PlanColumn, ndarray]  # of a column by slot, `(capacity, n_lanes, ...)`
+
+
 class _Plan:
-    """What a step of these names needs.
+    """What a step of these columns needs.
 
     Args:
-        names: of the columns that are given, at least two.
-        rows: of each of them.
-        omitted: the others, and their rows.
+        given: the columns that are given, at least two.
+        omitted: the others.
+
+    Raises:
+        TypeError: torch cannot write to one that is given.
     """
 
-    def __init__(
-        self, names: Sequence[str], rows: Sequence[Tensor], omitted: Sequence[tuple[PlanColumn, ndarray]]
-    ) -> None:
-        self.pick = itemgetter(*names)
-        self.looks = [(Tensor, each.dtype, each.shape[1:], torch.strided, True, False) for each in rows]
+    def __init__(self, given: Sequence[Rows], omitted: Sequence[Rows]) -> None:
+        self.pick = itemgetter(*(column.name for column, _ in given))
+        self._rows = [_as_tensor(column, rows) for column, rows in given]
+        self.looks = [(Tensor, each.dtype, each.shape[1:], torch.strided, True, False) for each in self._rows]
         self.omitted = omitted
-        self._rows, self._places = rows, dict[int, list[tuple[Tensor, ...]]]()
+        self._keeps = len(given[0][1]) <= MOST_SLOTS
+        self._places = dict[int, list[Tensor]]()
+        stages = [None if self._keeps or rows[0].nbytes > MOST_STAGED else np.empty_like(rows[0]) for _, rows in given]
+        self.staged = [(rows, stage) for (_, rows), stage in zip(given, stages, strict=True) if stage is not None]
+        self._stages = [
+            None if stage is None else _as_tensor(column, stage)
+            for (column, _), stage in zip(given, stages, strict=True)
+        ]
 
-    def find(self, slot: int) -> tuple[Tensor, ...]:
-        """Returns the rows of a slot in each column that is given."""
-        first = slot - slot % SLOTS_AT_ONCE
-        places = self._places.get(first)
+    def find(self, slot: int) -> list[Tensor]:
+        """Returns where the values of a slot are copied to."""
+        if len(self.staged) == len(self._stages):
+            return self._stages  # type: ignore[return-value] # none is None
+        places = self._places.get(slot)
         if places is None:
-            if len(self._places) >= MOST_SLOTS // SLOTS_AT_ONCE:
-                self._places.clear()
             with torch.inference_mode(False):  # tensors of that mode could not be written to in others
-                views = [rows[first : first + SLOTS_AT_ONCE].unbind(0) for rows in self._rows]
-            places = self._places[first] = list(zip(*views, strict=True))
-        return places[slot - first]
+                pairs = zip(self._stages, self._rows, strict=True)
+                places = [rows[slot] if stage is None else stage for stage, rows in pairs]
+            if self._keeps:
+                self._places[slot] = places
+        return places
+
+
+def _as_tensor(column: PlanColumn, rows: ndarray) -> Tensor:
+    tensor = torch.from_numpy(rows)
+    return tensor.view(torch.bfloat16) if column.dtype is BITS else tensor
 
 
 class StepCopies:
@@ -131,7 +150,7 @@ class StepCopies:
         except AttributeError:  # one is no tensor
             return None
         omitted = [(rows, column.unwritten) for column, rows in plan.omitted if column.name not in live]
-        return Copied(plan.find, tensors, omitted)
+        return Copied(plan.find, tensors, plan.staged + omitted)
 
     @torch.inference_mode(False)  # see `_Plan.find`
     def _make_plan(self, names: tuple[str, ...]) -> _Plan | None:
@@ -146,13 +165,6 @@ class StepCopies:
         omitted = [(column, rows) for column, rows in self._columns if column.name not in names]
         if len(given) < 2 or any(column.is_end for column, _ in omitted):
             return None
-        try:
-            tensors = [torch.from_numpy(rows) for _, rows in given]
-        except TypeError:  # objects, compressed rows, or numbers that this version of torch lacks
-            return None
-        tensors = [
-            tensor.view(torch.bfloat16) if column.dtype is BITS else tensor
-            for tensor, (column, _) in zip(tensors, given, strict=True)
-        ]
-        self._plans[names] = _Plan([column.name for column, _ in given], tensors, omitted)
+        with contextlib.suppress(TypeError):  # objects, compressed rows, or numbers that this version of torch lacks
+            self._plans[names] = _Plan(given, omitted)
         return self._plans[names]
