@@ -1,8 +1,8 @@
 """How fast are PufferLib's vectorisation and Sample Factory's sampler? Each runs in a virtual environment of its own.
 
     python3 -m venv puffer && puffer/bin/pip install -r benchmarks/requirements-pufferlib.txt
-    python3 -m venv factory && factory/bin/pip install -r benchmarks/requirements-sample-factory.txt
-    python benchmarks/vectorisers.py --pufferlib puffer/bin/python --sample-factory factory/bin/python
+    python3 -m venv sf && sf/bin/pip install -r benchmarks/requirements-sample-factory.txt
+    python benchmarks/vectorisers.py --pufferlib puffer/bin/python --sample-factory sf/bin/python
 
 All collect from two workers, but for the last two of PufferLib's ways. They act with two layers of 64 units, which give
 an action, its log-probability and a value. `RL_Batcher` and Sample Factory collect rollouts of 128 steps; the trainer,
