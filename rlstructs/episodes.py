@@ -54,10 +54,10 @@ class EpisodeTracker:
 
     def add(self, trajectories: Trajectories) -> None:
         """Adds the next steps of each environment; `env_index` in `info` names the environments."""
-        steps, env_index = trajectories.trajectories._tensors, trajectories.info._tensors["env_index"].cpu().numpy()
-        lengths = trajectories.trajectories.lengths.cpu().numpy()
+        steps, env_index = trajectories.trajectories._tensors, trajectories.info._tensors["env_index"].numpy()
+        lengths = trajectories.trajectories.lengths.numpy()
         needed = (RAW if RAW in steps else REWARD, DONE)
-        found = arrays_of(steps, (*needed, *FLAGS))
+        found = arrays_of(steps, needed)
         self._missing = next((key for key in needed if key not in found), None)
         if self._missing is None:
             self._missing = next((f"{key} of shape (B, T)" for key in needed if found[key].ndim != 2), None)
@@ -86,7 +86,8 @@ class EpisodeTracker:
             self._returns[env_index] += padded.sum(axis=1)
             self._lengths[env_index] += lengths
             return
-        terminated, truncated = (found[name][rows, times].astype(bool) if name in found else None for name in FLAGS)
+        flags = {name: flag[rows, times].astype(bool) for name, flag in arrays_of(steps, FLAGS).items()}
+        terminated, truncated = (flags.get(name) for name in FLAGS)
         self._add(env_index, lengths, padded, rows, times, _flags(terminated, truncated, rows.size))
 
     def _add(
