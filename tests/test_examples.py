@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 from processes import LIMIT
 
-from rlstructs import DictTensor, RL_Batcher
+from rlstructs import DictTensor, GymEnvInf, RL_Batcher
 from rlstructs.testing import check_env
 from rlstructs.trace.timeline import read_events
 
@@ -233,6 +234,86 @@ def test_dqn_refuses_continuous_actions(subprocess_env, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env, cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 1
     assert re.fullmatch(r"Pendulum-v1: --env-id needs a Discrete .*, got Box\(.*\): try sac.py\n", done.stderr)
+
+
+class Frames(gymnasium.Env):
+    """Frames at random, rewards that exceed 1, and episodes that terminate."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._draw(), {}
+
+    def step(self, action):
+        return self._draw(), float(self.np_random.integers(-3, 4)), self.np_random.random() < 0.15, False, {}
+
+    def _draw(self):
+        return self.np_random.integers(0, 256, (4, 84, 84), np.uint8)
+
+
+def update_by_formulas(network, optimizer, steps, orders, args):
+    """An update of PPO step by step (Schulman et al., 2017), with clipped values as in OpenAI's baselines."""
+    rewards, values, ends = steps["_observation/reward"].sign(), steps["action/value"], steps["_observation/terminated"]
+    (n, n_timesteps), advantages = rewards.shape, torch.zeros_like(rewards)
+    for row in range(n):
+        with torch.no_grad():
+            value_after, later = network(steps["_observation/frame"][row, -1:])[1][0], 0.0
+        for t in reversed(range(n_timesteps)):
+            goes_on = 0.0 if ends[row, t] else 1.0
+            error = rewards[row, t] + args.gamma * value_after * goes_on - values[row, t]
+            later = advantages[row, t] = error + args.gamma * args.gae_lambda * goes_on * later
+            value_after = values[row, t]
+    size = n * n_timesteps // args.n_minibatches
+    for places in (order[start : start + size] for order in orders for start in range(0, len(order), size)):
+        row, t = places // n_timesteps, places % n_timesteps
+        policy, found = network(steps["observation/frame"][row, t])
+        gain, old = advantages[row, t], values[row, t]
+        gain, wanted = (gain - gain.mean()) / (gain.std() + 1e-8), gain + old
+        ratio = (policy.log_prob(steps["action/action"][row, t]) - steps["action/log_prob"][row, t]).exp()
+        surrogate = torch.min(ratio * gain, ratio.clamp(1 - args.clip, 1 + args.clip) * gain).mean()
+        near = old + (found - old).clamp(-args.clip, args.clip)
+        value_loss = torch.max((found - wanted).square(), (near - wanted).square()).mean() / 2
+        loss = -surrogate + value_loss / 2 - args.entropy_weight * policy.entropy().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        optimizer.step()
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_an_update_of_ppo_atari_is_that_of_its_formulas(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    ppo = importlib.import_module("ppo_atari")
+    torch.manual_seed(0)
+    network, args = ppo.ActorCritic(3), ppo.Args()
+    torch.nn.init.orthogonal_(network.actor.weight, 1.0)  # the first policy is nearly uniform otherwise
+    other = copy.deepcopy(network)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=2.5e-4, eps=1e-5) for each in (network, other)]
+    with RL_Batcher(
+        16, ppo.Policy, {"network": network}, lambda seed: GymEnvInf([Frames() for _ in range(4)], seed), {}, 0, 0
+    ) as batcher:
+        batcher.reset()
+        for seed in range(3):
+            batcher.execute()
+            batch, _ = batcher.get()
+            assert batch.trajectories["_observation/terminated"].any()
+            torch.manual_seed(seed)
+            orders = [torch.randperm(64) for _ in range(args.n_epochs)]
+            update_by_formulas(other, optimizers[1], batch.trajectories, orders, args)
+            torch.manual_seed(seed)
+            ppo.learn(network, optimizers[0], batch, args)
+            for found, expected in zip(network.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+            batcher.update(network.state_dict())
 
 
 @pytest.mark.slow
