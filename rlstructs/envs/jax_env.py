@@ -250,7 +250,7 @@ def _find_shapes(functions: JaxFunctions) -> tuple[Any, dict[str, Any]]:
     Returns the shapes of a state, and those of an observation by name.
 
     Raises:
-        SpecError: they are not pure, or `step` changes shapes.
+        SpecError: they are not pure, `step` changes shapes, or an observation has another shape than its space.
     """
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     name, params = functions.name, functions.params
@@ -265,7 +265,12 @@ def _find_shapes(functions: JaxFunctions) -> tuple[Any, dict[str, Any]]:
     for part, each in zip(parts[2:5], after[2:5], strict=True):
         if getattr(each, "shape", None) != () or np.dtype(each.dtype).kind == "c":
             raise SpecError(f"{name}: step: {part} must be one real number, got {describe(each)}")
-    return first[0], name_leaves(first[1], "frame")
+    frames = name_leaves(first[1], "frame")
+    for leaf in list_leaves(functions.observation_space, f"{name}: observation"):
+        found = frames.get(leaf.name, leaf)
+        if (found.shape or (1,)) != (leaf.shape or (1,)):
+            raise SpecError(f"{name}: reset: {leaf.describe()} has shape {found.shape}, its space {leaf.shape}")
+    return first[0], frames
 
 
 def _unpack(what: str, found: Any, parts: tuple[str, ...]) -> Any:

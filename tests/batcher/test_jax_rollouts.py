@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from helpers import through_file
 from jax_walk import LIMIT, PARAMS, WALK, Stepping, bias, make_batcher
 from processes import wait_until_gone
@@ -268,6 +269,10 @@ def short_step(key, state, action, params):
         ({"step": growing_step}, r"walk: the state that step returns: 'at' is float32 \(2,\), expected int32 \(\)"),
         ({"step": complex_step}, r"walk: step: reward must be one real number, got complex64 \(\)"),
         ({"step": short_step}, r"walk: step must return \(state, .*info\), got 4 values"),
+        (
+            {"observation_space": spaces.Dict({"at": spaces.Discrete(7), "wide": spaces.Box(-9, 9, (2,))})},
+            r"walk: reset: observation 'wide' has shape \(3,\), its space \(2,\)",
+        ),
     ],
 )
 def test_functions_that_are_not_pure_are_refused_with_their_name(functions, message):
