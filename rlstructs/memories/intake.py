@@ -156,12 +156,10 @@ class TensorIntake(LaneIntake):
             return False
         self._lead = (n_lanes,)
         convert, live, is_row = self._convert_value, tensors.exposed, n is None
-        return (
-            self._step_writer.write(
-                given, lanes, convert, n_timesteps=n_timesteps, is_row=is_row, fills=True, live=live
-            )
-            is not None
+        written = self._step_writer.write(
+            given, lanes, convert, n_timesteps=n_timesteps, is_row=is_row, fills=True, live=live, casts=not strict
         )
+        return written is not None
 
     def _convert_value(self, name: str, value: Any, spec: Spec) -> Any:
         if spec.is_bfloat16 and isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:

@@ -245,6 +245,32 @@ def test_tensors_that_torch_copies_leave_the_same(kind, size, monkeypatch):
     np.testing.assert_equal(content(quick), content(general))
 
 
+CASTS = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("size", [3, 600])
+@pytest.mark.parametrize("given", CASTS, ids=str)
+@pytest.mark.parametrize("column", CASTS, ids=str)
+def test_tensors_that_torch_casts_leave_the_same(column, given, size):
+    """Numbers that do not fit, too; a gradient is not recorded."""
+    quick, general = (KINDS["torch"].RandomMemory(size, 4, seed=0) for _ in range(2))
+    general._intake.write_quickly = lambda tensors, strict: False
+    for memory in (quick, general):
+        memory.create_tensor("x", 2, dtype=column)
+        memory.create_tensor("terminated", 1, dtype=torch.bool)
+    for numbers in (
+        [0, 1, 2, 100, 255, 7, 3, 1],
+        [-1, 0.5, 70000, -0.0, 1e30, -2.5, 3e9, 1e-9],
+        [np.nan, np.inf, -np.inf] + [1] * 5,
+    ):
+        x = torch.tensor(numbers, dtype=torch.float64)
+        x = (x if given.is_floating_point else x.nan_to_num(0).clamp(-100, 255)).to(given).reshape(4, 2)
+        rows = {"x": x.requires_grad_() if given.is_floating_point else x, "terminated": torch.rand(4, 1) < 0.5}
+        quick.add_samples(**rows), general.add_samples(**rows)
+        assert all(not each.requires_grad for each in quick.tensors.values())
+    np.testing.assert_equal(content(quick), content(general))
+
+
 @pytest.mark.parametrize(
     "value",
     [

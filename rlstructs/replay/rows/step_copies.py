@@ -22,6 +22,10 @@ BITS = np.dtype((np.void, 2))
 copy_tensors = torch._foreach_copy_  # looking up names is part of what a write costs
 # All that decides whether torch copies a tensor as it is. `copy_` would also broadcast, cast, and record gradients.
 look = attrgetter("__class__", "dtype", "shape", "layout", "is_cpu", "requires_grad")
+# What may be cast in copying: any of these to floats and bools, but only integers to integers. torch does not define
+# what a float becomes that no integer equals.
+INTEGERS = frozenset([torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+NUMBERS = INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # Slots of a store of rollouts, whose places in memory are found once. In a larger one a step is staged: to find a place
 # takes longer than to copy twice, unless a column's step has so many bytes.
 MOST_SLOTS, MOST_STAGED = 512, 1 << 14
@@ -86,6 +90,9 @@ class _Plan:
         self.pick = itemgetter(*(column.name for column, _ in given))
         self._rows = [_as_tensor(column, rows) for column, rows in given]
         self.looks = [(Tensor, each.dtype, each.shape[1:], torch.strided, True, False) for each in self._rows]
+        self._cast: tuple[list[Any], bool] = [], False  # the last looks, and whether there are gradients
+        dtypes = [each.dtype for each in self._rows]
+        self._castable = [NUMBERS if each.is_floating_point or each is torch.bool else INTEGERS for each in dtypes]
         self.omitted = omitted
         self._keeps = len(given[0][1]) <= MOST_SLOTS
         self._places = dict[int, list[Tensor]]()
@@ -95,6 +102,16 @@ class _Plan:
             None if stage is None else _as_tensor(column, stage)
             for (column, _), stage in zip(given, stages, strict=True)
         ]
+
+    def cast(self, tensors: tuple[Tensor, ...], looks: list[Any]) -> tuple[Tensor, ...] | None:
+        """Returns tensors that torch casts in copying; None if it should not."""
+        last = self._cast
+        if looks != last[0]:
+            for found, wanted, dtypes in zip(looks, self.looks, self._castable, strict=True):
+                if found[0] is not Tensor or found[1] not in dtypes or found[2:5] != wanted[2:5]:
+                    return None
+            self._cast = last = looks, any(found[5] for found in looks)
+        return tuple(each.detach() for each in tensors) if last[1] else tensors
 
     def find(self, slot: int) -> list[Tensor]:
         """Returns where the values of a slot are copied to."""
@@ -127,14 +144,14 @@ class StepCopies:
         self._columns = list(zip(columns, rows, strict=bool(columns)))
         self._plans: dict[tuple[str, ...], _Plan | None] = {}  # names given -> plan
 
-    def pick(self, given: Mapping[str, Any], fills: bool, live: Collection[str]) -> Copied | None:
+    def pick(self, given: Mapping[str, Any], fills: bool, live: Collection[str], casts: bool) -> Copied | None:
         """Returns the step to write.
 
-        None if torch would not copy its values as they are.
+        None if torch would not copy its values as they are, or `casts` them.
 
         Args:
             given: name -> value, perhaps a tensor `(n_lanes, ...)`.
-            fills, live: see `StepWriter.write`.
+            fills, live, casts: see `StepWriter.write`.
         """
         key = (*given,)
         try:
@@ -145,9 +162,12 @@ class StepCopies:
             return None
         tensors = plan.pick(given)
         try:
-            if type(tensors[0]) is not Tensor or [*map(look, tensors)] != plan.looks:
+            if type(tensors[0]) is not Tensor:
                 return None
+            looks = [*map(look, tensors)]
         except AttributeError:  # one is no tensor
+            return None
+        if looks != plan.looks and (tensors := plan.cast(tensors, looks) if casts else None) is None:
             return None
         omitted = [(rows, column.unwritten) for column, rows in plan.omitted if column.name not in live]
         return Copied(plan.find, tensors, plan.staged + omitted)

@@ -90,6 +90,7 @@ class StepWriter:
         is_row: bool = False,
         fills: bool = False,
         live: Collection[str] = (),
+        casts: bool = False,
     ) -> Given | None:
         """Appends rows to lanes and returns the arrays given.
 
@@ -104,20 +105,20 @@ class StepWriter:
             is_row: whether these are plain numbers and arrays without an axis for lanes, of a single lane.
             fills: whether columns may be omitted, and become unwritten, and names without a column are skipped.
             live: columns whose rows keep their values where they are omitted.
+            casts: whether tensors of numbers may be cast to a column's dtype as torch does in `copy_`.
         """
         storage = self._storage
         if self._changes != self._clock.changes:
             self._prepare()
         n_lanes = self._n_lanes if lanes is None else lanes.stop - lanes.start if type(lanes) is slice else lanes.size
         n = ROW if is_row else n_lanes if n_timesteps == 1 else n_timesteps
-        plan = self._plans.get(n)
-        if plan is None:
-            plan = self._make_plan(n)
+        plan = self._plans.get(n) or self._make_plan(n)
         if not self._can_write or not tensors or not (fills or len(tensors) == len(plan)):
             return None
         if n_timesteps > 1 and n_timesteps > storage.columns.most_rows_at_once:
             return None
-        copied = None if is_row or not self._is_block(lanes, n_timesteps) else self._copies.pick(tensors, fills, live)
+        is_block = self._is_block(lanes, n_timesteps)
+        copied = self._copies.pick(tensors, fills, live, casts) if is_block and not is_row else None
         values = [] if copied is not None else self._take(plan, tensors, convert, fills, live)
         if values is None:
             return None
