@@ -37,6 +37,7 @@ SMALL = {
     "python benchmarks/feeding.py": "--rows cartpole-64 --repeats 1 --rollouts 1",
     "python benchmarks/frames.py": "--steps 400 --repeats 1",
     "python benchmarks/jax_rollouts.py": "--rows cartpole --repeats 1",
+    "python benchmarks/neighbours.py": "--rows torchrl write_count",
     "python benchmarks/overlap.py": "--rows updates --repeats 1",
     "python benchmarks/replay.py": "--rows uniform --capacity 2000 --repeats 1 --no-peers",
     "python benchmarks/returns.py": "--rows 64x128 --repeats 1 --no-peers",
