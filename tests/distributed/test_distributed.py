@@ -968,7 +968,7 @@ def test_actors_run_where_there_is_room_and_the_one_that_finds_none_says_so(clus
         for n in range(1, 12):  # the deadline may pass between any two looks at the clock
             with monkeypatch.context() as patch, pytest.raises(WorkerTimeout, match="node 0 was not placed and built"):
                 clock = JumpingTime(n)
-                for module in ("pool", "actor"):  # both look at it
+                for module in ("pool", "cluster"):  # both look at it
                     patch.setattr(f"rlstructs.distributed.{module}.time", clock)
                 counting(n_nodes=1, timeout=0.1, resources={"CPU": 1})
 
