@@ -25,7 +25,7 @@ look = attrgetter("__class__", "dtype", "shape", "layout", "is_cpu", "requires_g
 # What may be cast in copying: any of these to floats and bools, but only integers to integers. torch does not define
 # what a float becomes that no integer equals.
 INTEGERS = frozenset([torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-NUMBERS = INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+REALS = INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # Slots of a store of rollouts, whose places in memory are found once. In a larger one a step is staged: to find a place
 # takes longer than to copy twice, unless a column's step has so many bytes.
 MOST_SLOTS, MOST_STAGED = 512, 1 << 14
@@ -72,7 +72,7 @@ class Copied(NamedTuple):
             rows[slot] = value
 
 
-Rows = tuple[PlanColumn, ndarray]  # of a column by slot, `(capacity, n_lanes, ...)`
+PlanRows = tuple[PlanColumn, ndarray]  # of a column by slot, `(capacity, n_lanes, ...)`
 
 
 class _Plan:
@@ -86,13 +86,13 @@ class _Plan:
         TypeError: torch cannot write to one that is given.
     """
 
-    def __init__(self, given: Sequence[Rows], omitted: Sequence[Rows]) -> None:
+    def __init__(self, given: Sequence[PlanRows], omitted: Sequence[PlanRows]) -> None:
         self.pick = itemgetter(*(column.name for column, _ in given))
         self._rows = [_as_tensor(column, rows) for column, rows in given]
         self.looks = [(Tensor, each.dtype, each.shape[1:], torch.strided, True, False) for each in self._rows]
         self._cast: tuple[list[Any], bool] = [], False  # the last looks, and whether there are gradients
         dtypes = [each.dtype for each in self._rows]
-        self._castable = [NUMBERS if each.is_floating_point or each is torch.bool else INTEGERS for each in dtypes]
+        self._castable = [REALS if each.is_floating_point or each is torch.bool else INTEGERS for each in dtypes]
         self.omitted = omitted
         self._keeps = len(given[0][1]) <= MOST_SLOTS
         self._places = dict[int, list[Tensor]]()
